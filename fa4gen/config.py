@@ -1,0 +1,124 @@
+"""What is chosen: one frozen config type per kernel family, and the registry of families."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fa4gen.errors import UsageError
+from fa4gen.problem import AttentionProblem
+
+__all__ = ["FAMILIES", "Family", "FlashFwdSm90Config", "config_from_dict", "get_family"]
+
+
+@dataclass(frozen=True)
+class FlashFwdSm90Config:
+    """Knobs of ``flash_fwd_sm90``: a TMA producer warp and ``tile_m`` / 64 MMA warpgroups on WGMMA.
+
+    Attributes:
+        tile_m: Q rows a CTA; each MMA warpgroup owns 64. More rows read K and V less often, fewer fill small grids.
+        tile_n: K/V rows a step. Larger amortises barriers and softmax reductions against registers (tile_n / 2 a
+            thread for S) and shared memory.
+        kv_stages: depth of the K/V ring. Latency hiding against shared memory.
+        schedule: "pingpong" lets the warpgroups issue WGMMA in turn, so one's softmax (MUFU, FMA) runs under
+            another's MMA; "cooperative" leaves the order to the hardware and saves two named barriers a step.
+        intra_wg_overlap: QKᵀ of the next step is issued before PV of this one, so that softmax runs under PV.
+            Tensor-core idle time against registers (P is live beside S).
+        mma_pv_is_rs: P goes to the PV WGMMA from registers; else through shared memory (stmatrix), which frees
+            tile_n / 4 registers and costs shared-memory bandwidth and space.
+        exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
+        exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
+        rescale_threshold: None rescales O at every step. A number (log2 units) keeps the old row maximum until the
+            new one exceeds it by more, and skips the O pass while no row of the warp needs it: FMA work against a
+            vote and a branch.
+        pack_gqa: the query heads of one K/V head share a tile, so short sequences fill it and K/V is read once.
+        persistent: one CTA an SM walks over tiles, overlapping a tile's epilogue with the next one's loads.
+        tile_order: "linear" walks M blocks, heads, batches; "longest_first" takes the M blocks with most keys
+            first, heads in sections whose K and V fit the L2.
+        cluster_m: CTAs of a cluster that share each K/V load by multicast: L2 traffic against lock-step.
+        producer_regs: registers a thread of the producer warpgroup after setmaxnreg; the MMA warpgroups get the rest.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    kv_stages: int = 2
+    schedule: str = "pingpong"
+    intra_wg_overlap: bool = True
+    mma_pv_is_rs: bool = True
+    exp2_poly_fraction: float = 0.0
+    exp2_poly_degree: int = 3
+    rescale_threshold: float | None = None
+    pack_gqa: bool = False
+    persistent: bool = False
+    tile_order: str = "linear"
+    cluster_m: int = 1
+    producer_regs: int = 24
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> FlashFwdSm90Config:
+        """The config a problem gets before anything was measured for it. Always feasible where any config is."""
+        head_dim = max(problem.head_dim, problem.head_dim_v)
+        order = "longest_first" if problem.causal else "linear"
+        if head_dim <= 64:
+            return cls(tile_m=192, tile_n=128, tile_order=order)
+        if head_dim <= 128:
+            return cls(tile_m=128, tile_n=128, tile_order=order)
+        if problem.head_dim <= 192 and problem.head_dim_v <= 128:
+            return cls(tile_m=128, tile_n=112, tile_order=order)
+        return cls(tile_m=128, tile_n=64, tile_order=order)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One template with its config type and search space."""
+
+    name: str
+    op: str
+    archs: tuple[str, ...]
+    config_type: type[FlashFwdSm90Config]
+
+    @property
+    def template(self) -> str:
+        """File name in ``templates/``."""
+        return f"{self.name}.py.jinja"
+
+    @property
+    def search_space(self) -> str:
+        """File name in ``search_spaces/``."""
+        return f"{self.name}.yaml"
+
+
+FAMILIES = {family.name: family for family in (Family("flash_fwd_sm90", "fwd", ("sm_90a",), FlashFwdSm90Config),)}
+
+
+def get_family(op: str, arch: str) -> Family:
+    """The family that runs ``op`` on ``arch``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for family in FAMILIES.values():
+        if family.op == op and arch in family.archs:
+            return family
+    raise UsageError(f"no kernel family runs op {op!r} on {arch}; families: {', '.join(FAMILIES)}")
+
+
+def config_from_dict(family: str, values: dict[str, Any]) -> FlashFwdSm90Config:
+    """A config of ``family`` from plain data; absent knobs take the field's default.
+
+    Raises:
+        UsageError: unknown family or knob.
+    """
+    if family not in FAMILIES:
+        raise UsageError(f"unknown kernel family {family!r}; known: {', '.join(FAMILIES)}")
+    config_type = FAMILIES[family].config_type
+    known = {f.name for f in fields(config_type)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"unknown knob {unknown[0]!r} for {family}; knobs: {', '.join(sorted(known))}")
+    return config_type(**values)
+
+
+def config_to_dict(config: FlashFwdSm90Config) -> dict[str, Any]:
+    """Plain data, every knob in field order."""
+    return asdict(config)
