@@ -1,0 +1,40 @@
+# `make demo` and `make test` set everything up themselves; with `make PYTHON=python3.12 …` another interpreter.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+# The package takes a range of torch. Without a GPU the development environment pins the small CPU build.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.6,torch==2.13.0)
+
+DEMO_GRID ?= tests/data/replay_h200.jsonl
+DEMO_OUT  ?= build/demo/tuned.json
+DEMO      ?= b=2 h=16 s=4096 d=128 causal
+
+.PHONY: setup demo test lint clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# The main job without a GPU: search over times recorded on an H200, explain the winner, compile it for the H200.
+demo: setup
+	mkdir -p $(dir $(DEMO_OUT))
+	$(BIN)/fa4gen tune --preset demo --measure replay --grid $(DEMO_GRID) --out $(DEMO_OUT)
+	$(BIN)/fa4gen show '$(DEMO)' --device h200 --table $(DEMO_OUT)
+	$(BIN)/fa4gen compile '$(DEMO)' --device h200 --table $(DEMO_OUT)
+
+test: setup
+	$(BIN)/python -m pytest -n auto
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
