@@ -1,0 +1,143 @@
+"""Which unit bounds a kernel: cycles of MMA, MUFU, FMA, shared memory and HBM for a problem and a config.
+
+A model of throughput alone: latency, issue conflicts and throttling come on top, so no kernel runs faster than its bound
+at the device's maximum clock. Rates come from :mod:`fa4gen.arch`. The formulas are those of FlashAttention-4, arXiv
+2603.05451, section 3, with Hopper's operand traffic in place of Blackwell's where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fa4gen.arch import Arch, Device
+from fa4gen.config import FlashFwdSm90Config
+from fa4gen.problem import AttentionProblem
+
+__all__ = ["Bound", "TileCycles", "bound", "steps_per_tile", "tile_cycles"]
+
+
+class TileCycles(NamedTuple):
+    """Cycles that one (tile_m, tile_n) step keeps each unit of an SM busy."""
+
+    mma: float
+    mufu: float
+    fma: float
+    smem: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Cycles that the whole problem keeps each unit busy, on the SM with most work; HBM is the whole device's."""
+
+    mma: float
+    mufu: float
+    fma: float
+    smem: float
+    hbm: float
+    clock_mhz: float
+
+    @property
+    def units(self) -> dict[str, float]:
+        """Unit name -> cycles."""
+        return {name: getattr(self, name) for name in ("mma", "mufu", "fma", "smem", "hbm")}
+
+    @property
+    def unit(self) -> str:
+        """The unit that is busy longest."""
+        return max(self.units, key=self.units.__getitem__)
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of :attr:`unit`."""
+        return max(self.units.values())
+
+    @property
+    def microseconds(self) -> float:
+        """Time of :attr:`unit` at ``clock_mhz``: no kernel with this config takes less."""
+        return self.cycles / self.clock_mhz
+
+
+def tile_cycles(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_v: int) -> TileCycles:
+    """Cycles of one (tile_m, tile_n) step: S = QKᵀ, softmax, O += PV, in a 16-bit dtype.
+
+    ``mma``: 2·M·N·(d + d_v) FLOPs, d and d_v rounded up to the MMA's 16.
+    ``mufu``: one exp2 an element, less the polynomial's share; the one a row for the rescale factor is left out.
+    ``fma``: see :func:`_softmax_slots`; and a multiply an element of O, unless a threshold makes the rescale rare.
+    ``smem``: bytes that the MMAs read, and P's way through shared memory where it does not stay in registers or TMEM.
+    """
+    m, n, fraction = config.tile_m, config.tile_n, config.exp2_poly_fraction
+    d, d_v = (16 * math.ceil(dim / 16) for dim in (head_dim, head_dim_v))
+    packed = 0.5 if arch.tmem_columns else 1.0  # sm_100 has packed f32x2 arithmetic
+    slots = m * n * _softmax_slots(packed, fraction, config.exp2_poly_degree)
+    if config.rescale_threshold is None:
+        slots += m * d_v * packed
+    return TileCycles(
+        mma=2 * m * n * (d + d_v) / arch.mma_flops,
+        mufu=m * n * (1 - fraction) / arch.mufu_ops,
+        fma=slots / arch.fma_ops,
+        smem=_smem_bytes(arch, config, d, d_v) / arch.smem_bytes_per_clock,
+    )
+
+
+def _softmax_slots(packed: float, fraction: float, degree: int) -> float:
+    """Lane slots of the FP32 and integer pipes an element of S takes. ``packed``: slots of one f32 add or multiply-add.
+
+    Always: the row maximum, scale and subtract, the row sum, and half of a two-element conversion to 16 bit. A
+    polynomial exp2 adds three f32 adds (magic number in, out, fraction), ``degree`` multiply-adds, and a clamp, a shift
+    and an integer add that have no packed form: nine slots at degree 3 on sm_90, six on sm_100.
+    """
+    return (1 + 2 * packed + 0.5) + fraction * ((3 + degree) * packed + 3)
+
+
+def _smem_bytes(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_v: int) -> int:
+    """Bytes of shared memory that a step reads: every MMA of ``rows`` rows reads its own Q rows, and all of K and V.
+
+    sm_90: a warpgroup's WGMMA has 64 rows and up to 256 columns. sm_100: tcgen05 has 128 of each, P lies in TMEM.
+    """
+    rows, columns = (128, 128) if arch.tmem_columns else (64, 256)
+    n = config.tile_n
+    elements = math.ceil(n / columns) * rows * head_dim + n * head_dim + n * head_dim_v
+    if not (arch.tmem_columns or config.mma_pv_is_rs):
+        elements += 2 * rows * n  # P, written and read
+    return math.ceil(config.tile_m / rows) * elements * 2
+
+
+def steps_per_tile(problem: AttentionProblem, config: FlashFwdSm90Config) -> list[int]:
+    """K/V steps of each M block of one (batch, head): masked tiles are skipped, those on the diagonal count in full.
+
+    With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major.
+    """
+    ratio = problem.gqa_ratio if config.pack_gqa else 1
+    rows = problem.seqlen_q * ratio
+    steps = []
+    for start in range(0, rows, config.tile_m):
+        keys = problem.seqlen_k
+        if problem.causal:
+            last_query = (min(start + config.tile_m, rows) - 1) // ratio
+            keys = min(keys, max(0, last_query + 1 + problem.seqlen_k - problem.seqlen_q))
+        steps.append(math.ceil(keys / config.tile_n))
+    return steps
+
+
+def bound(problem: AttentionProblem, config: FlashFwdSm90Config, device: Device) -> Bound:
+    """The throughput bound of ``problem`` run with ``config`` on ``device``.
+
+    The SM with most work has at least the mean number of steps, the longest tile, and as many of the shortest tiles as
+    the fullest SM must take.
+    """
+    tile = tile_cycles(device.arch, config, problem.head_dim, problem.head_dim_v)
+    steps = steps_per_tile(problem, config)
+    groups = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
+    busiest = 0.0
+    if steps and groups:
+        mean = groups * sum(steps) / device.sm_count
+        rounds = math.ceil(groups * len(steps) / device.sm_count)
+        busiest = max(mean, max(steps), rounds * min(steps))
+    clock_hz = device.clock_mhz * 1e6
+    return Bound(
+        *(cycles * busiest for cycles in tile),
+        hbm=problem.hbm_bytes / device.hbm_bytes_per_s * clock_hz,
+        clock_mhz=device.clock_mhz,
+    )
