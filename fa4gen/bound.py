@@ -1,8 +1,8 @@
 """Which unit bounds a kernel: cycles of MMA, MUFU, FMA, shared memory and HBM for a problem and a config.
 
-A model of throughput alone: latency, issue conflicts and throttling come on top, so no kernel runs faster than its bound
-at the device's maximum clock. Rates come from :mod:`fa4gen.arch`. The formulas are those of FlashAttention-4, arXiv
-2603.05451, section 3, with Hopper's operand traffic in place of Blackwell's where they differ.
+A model of throughput alone: latency, issue conflicts and throttling come on top, so no kernel beats its bound at the
+device's maximum clock. Rates come from :mod:`fa4gen.arch`. The formulas are those of FlashAttention-4, arXiv 2603.05451,
+section 3, with Hopper's operand traffic in place of Blackwell's where they differ.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def bound(problem: AttentionProblem, config: FlashFwdSm90Config, device: Device)
         busiest = max(mean, max(steps), rounds * min(steps))
     clock_hz = device.clock_mhz * 1e6
     return Bound(
-        *(cycles * busiest for cycles in tile),
+        mma=tile.mma * busiest,
+        mufu=tile.mufu * busiest,
+        fma=tile.fma * busiest,
+        smem=tile.smem * busiest,
         hbm=problem.hbm_bytes / device.hbm_bytes_per_s * clock_hz,
         clock_mhz=device.clock_mhz,
     )

@@ -87,7 +87,7 @@ class AttentionProblem:
         For a square causal mask this is half of the full figure up to the diagonal, the convention of the
         FlashAttention papers (which count exactly half).
         """
-        pairs = self.seqlen_q * self.seqlen_k
+        pairs: float = self.seqlen_q * self.seqlen_k
         if self.causal:
             pairs = pairs / 2 if self.seqlen_q == self.seqlen_k else attended_pairs(self.seqlen_q, self.seqlen_k)
         return 2.0 * (self.head_dim + self.head_dim_v) * pairs * self.heads * self.batch
