@@ -1,8 +1,8 @@
 """Which unit bounds a kernel: cycles of MMA, MUFU, FMA, shared memory and HBM for a problem and a config.
 
 A model of throughput alone: latency, issue conflicts and throttling come on top, so no kernel beats its bound at the
-device's maximum clock. Rates come from :mod:`fa4gen.arch`. The formulas are those of FlashAttention-4, arXiv 2603.05451,
-section 3, with Hopper's operand traffic in place of Blackwell's where they differ.
+device's maximum clock. Rates come from :mod:`fa4gen.arch`, formulas from FlashAttention-4 (arXiv 2603.05451), with
+Hopper's operand traffic in place of Blackwell's where they differ.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fa4gen.arch import Arch, Device
 from fa4gen.config import FlashFwdSm90Config
+from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
 __all__ = ["Bound", "TileCycles", "bound", "steps_per_tile", "tile_cycles"]
@@ -62,13 +63,13 @@ class Bound:
 def tile_cycles(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_v: int) -> TileCycles:
     """Cycles of one (tile_m, tile_n) step: S = QKᵀ, softmax, O += PV, in a 16-bit dtype.
 
-    ``mma``: 2·M·N·(d + d_v) FLOPs, d and d_v rounded up to the MMA's 16.
+    ``mma``: 2·M·N·(d + d_v) FLOPs, head dims padded as tiles hold them.
     ``mufu``: one exp2 an element, less the polynomial's share; the one a row for the rescale factor is left out.
     ``fma``: see :func:`_softmax_slots`; and a multiply an element of O, unless a threshold makes the rescale rare.
     ``smem``: bytes that the MMAs read, and P's way through shared memory where it does not stay in registers or TMEM.
     """
     m, n, fraction = config.tile_m, config.tile_n, config.exp2_poly_fraction
-    d, d_v = (16 * math.ceil(dim / 16) for dim in (head_dim, head_dim_v))
+    d, d_v = padded(head_dim), padded(head_dim_v)
     packed = 0.5 if arch.tmem_columns else 1.0  # sm_100 has packed f32x2 arithmetic
     slots = m * n * _softmax_slots(packed, fraction, config.exp2_poly_degree)
     if config.rescale_threshold is None:
