@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Rejection"]
+from fa4gen.arch import Arch
+from fa4gen.config import FAMILIES, FlashFwdSm90Config
+from fa4gen.problem import DTYPE_BYTES, AttentionProblem, StaticProblem
+
+__all__ = ["Rejection", "can_implement", "launch_registers", "mma_registers", "padded", "smem_bytes"]
+
+# log2 of the largest finite P: 2^rescale_threshold must leave room below it.
+MAX_EXPONENT = {"bf16": 127, "fp16": 15}
+# Registers of a MMA thread beside S, O and P: pipeline states, descriptors, row statistics, addresses. Measured:
+# ptxas spills or serialises WGMMA in nearly every config that leaves fewer.
+WORKING_REGISTERS = 24
+MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 
 @dataclass(frozen=True)
@@ -17,3 +29,118 @@ class Rejection:
 
     def __str__(self) -> str:
         return self.message
+
+
+def can_implement(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Rejection | None:
+    """None if ``config`` compiles and launches for ``problem`` on ``arch``, else the first rule it breaks."""
+    return next(_flash_fwd_sm90(problem, config, arch), None)
+
+
+def padded(head_dim: int) -> int:
+    """Head dim as tiles hold it: rounded up to the MMA's K of 16, the rest read as zeros."""
+    return -(-head_dim // 16) * 16
+
+
+def launch_registers(threads: int, arch: Arch) -> int:
+    """Registers a thread at launch with one CTA an SM: setmaxnreg redistributes these and no more."""
+    return min(arch.registers_per_sm // threads, 256) // 8 * 8
+
+
+def mma_registers(config: FlashFwdSm90Config, arch: Arch) -> int:
+    """Registers a thread of an MMA warpgroup once the producer warpgroup has given its own away.
+
+    Roles' registers x warpgroups must stay within launch registers x warpgroups: a kernel that asks for more hangs.
+    """
+    warpgroups = config.tile_m // 64
+    budget = launch_registers(128 * (warpgroups + 1), arch) * (warpgroups + 1)
+    return min((budget - config.producer_regs) // warpgroups // 8 * 8, MAX_SETMAXNREG)
+
+
+def smem_bytes(static: StaticProblem, config: FlashFwdSm90Config) -> int:
+    """Dynamic shared memory of a CTA in bytes: Q slabs (reused for O), K/V ring, P, barriers, 1 KB alignments."""
+    size = DTYPE_BYTES[static.dtype]
+    head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
+    q_or_o = config.tile_m * max(head_dim, head_dim_v) * size
+    ring = config.kv_stages * config.tile_n * (head_dim + head_dim_v) * size
+    p = 0 if config.mma_pv_is_rs else config.tile_m * config.tile_n * size
+    return 1024 + q_or_o + ring + p  # the barriers fill less than the first 1 KB
+
+
+def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
+    if arch.name not in FAMILIES["flash_fwd_sm90"].archs:
+        yield Rejection("arch", f"flash_fwd_sm90 runs on sm_90a, not on {arch.name}")
+    if problem.op != "fwd":
+        yield Rejection("op", f"flash_fwd_sm90 computes the forward, not {problem.op}")
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        if value % 8 or not 8 <= value <= 256:
+            yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
+    yield from _knob_ranges(config, problem)
+    yield from _registers(config, problem, arch)
+    needed = smem_bytes(problem.static, config)
+    if needed > arch.smem_per_cta:
+        yield Rejection(
+            "smem",
+            f"Q, P and a {config.kv_stages}-stage K/V ring need {needed} B of shared memory, "
+            f"{arch.name} has {arch.smem_per_cta}",
+            {"needed": needed, "available": arch.smem_per_cta},
+        )
+    if config.pack_gqa and (problem.gqa_ratio == 1 or 64 % problem.gqa_ratio):
+        yield Rejection(
+            "pack_gqa",
+            f"pack_gqa needs a power of two from 2 to 64 query heads per K/V head, got {problem.gqa_ratio}",
+            {"gqa_ratio": problem.gqa_ratio},
+        )
+    if config.cluster_m > 1 and (problem.causal or config.tile_order != "linear"):
+        yield Rejection(
+            "cluster",
+            "the CTAs of a cluster share K/V loads, so they must walk the same keys: no causal mask, linear tile order",
+        )
+
+
+def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Iterator[Rejection]:
+    if config.tile_m not in (64, 128, 192, 256):
+        yield Rejection("tile_m", f"tile_m must be 64, 128, 192 or 256 (64 a warpgroup), got {config.tile_m}")
+    if config.tile_n % 16 or not 16 <= config.tile_n <= 256:
+        yield Rejection("tile_n", f"tile_n must be a multiple of 16 from 16 to 256, got {config.tile_n}")
+    if not 1 <= config.kv_stages <= 8:
+        yield Rejection("kv_stages", f"kv_stages must be 1 to 8, got {config.kv_stages}")
+    if config.schedule not in ("cooperative", "pingpong"):
+        yield Rejection("schedule", f"schedule must be cooperative or pingpong, got {config.schedule!r}")
+    if config.schedule == "pingpong" and config.tile_m < 128:
+        yield Rejection("schedule", f"pingpong needs two warpgroups, so tile_m >= 128, got {config.tile_m}")
+    if config.tile_order not in ("linear", "longest_first"):
+        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
+    if config.cluster_m not in (1, 2, 4):
+        yield Rejection("cluster_m", f"cluster_m must be 1, 2 or 4, got {config.cluster_m}")
+    if not 0.0 <= config.exp2_poly_fraction <= 1.0:
+        yield Rejection("exp2_poly_fraction", f"exp2_poly_fraction must be 0 to 1, got {config.exp2_poly_fraction}")
+    if config.exp2_poly_degree not in (3, 4, 5):
+        yield Rejection("exp2_poly_degree", f"exp2_poly_degree must be 3, 4 or 5, got {config.exp2_poly_degree}")
+    threshold = config.rescale_threshold
+    # Half of the exponent range is left to the row sums of P that are rounded to its type.
+    if threshold is not None and not 0.0 <= threshold <= MAX_EXPONENT[problem.dtype] / 1.5:
+        yield Rejection(
+            "rescale_threshold",
+            f"rescale_threshold must be None or 0 to {MAX_EXPONENT[problem.dtype] / 1.5:g}: P reaches 2^threshold "
+            f"and must stay inside {problem.dtype}, got {threshold}",
+        )
+
+
+def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch) -> Iterator[Rejection]:
+    if config.producer_regs % 8 or not MIN_SETMAXNREG <= config.producer_regs <= 128:
+        yield Rejection(
+            "producer_regs", f"producer_regs must be a multiple of 8 from 24 to 128, got {config.producer_regs}"
+        )
+    available = mma_registers(config, arch)
+    scores = config.tile_n // 2
+    # P, half as wide, lives beside the next S only if a PV that reads it from registers is still in flight.
+    probabilities = config.tile_n // 4 if config.mma_pv_is_rs and config.intra_wg_overlap else 0
+    needed = scores + probabilities + padded(problem.head_dim_v) // 2 + WORKING_REGISTERS
+    if needed > available:
+        yield Rejection(
+            "registers",
+            f"S, P, O and {WORKING_REGISTERS} working registers need {needed} a thread, "
+            f"an MMA warpgroup of this split has {available}",
+            {"needed": needed, "available": available},
+        )

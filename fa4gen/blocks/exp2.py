@@ -1,0 +1,35 @@
+"""2^x on the MUFU unit or on the FMA units."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from fa4gen.blocks.exp2_coefficients import EXP2_COEFFICIENTS
+from fa4gen.blocks.ptx import add_round_down, bits_of, float_of
+
+# 1.5 * 2^23: adding it leaves floor(x) in the low mantissa bits of the sum.
+_ROUND_TO_INTEGER = 12582912.0
+_LOWEST_EXPONENT = -127.0
+
+
+@cute.jit
+def exp2_mufu(x: Float32) -> Float32:
+    """2^x by ``ex2.approx.ftz``: about 2^-22 relative error, 16 a clock and SM."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+@cute.jit
+def exp2_polynomial(x: Float32, degree: cutlass.Constexpr[int]) -> Float32:
+    """2^x = 2^floor(x) · p(x - floor(x)) with a minimax polynomial of ``degree`` 3 to 5 (FlashAttention-4, 3.2).
+
+    For x <= 0 as softmax needs it; below -127 the result is 2^-127 with its exponent field at zero, that is 0 or a
+    denormal. Relative error: see ``EXP2_COEFFICIENTS``.
+    """
+    coefficients = EXP2_COEFFICIENTS[degree]
+    x = cute.arch.fmax(x, _LOWEST_EXPONENT)
+    rounded = add_round_down(x, _ROUND_TO_INTEGER)
+    fraction = x - (rounded - _ROUND_TO_INTEGER)
+    p = Float32(coefficients[degree])
+    for i in cutlass.range_constexpr(degree):
+        p = p * fraction + coefficients[degree - 1 - i]
+    return float_of(bits_of(p) + (bits_of(rounded) << 23))

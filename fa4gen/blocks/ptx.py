@@ -1,0 +1,67 @@
+"""Single PTX instructions that CuTe DSL has no function for, or whose placement must be pinned."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result_type, operands, text, constraints, loc, ip):
+    return llvm.inline_asm(
+        result_type,
+        operands,
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def add_round_down(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a + b in fp32, rounded towards minus infinity, denormals flushed."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Float32(_asm(T.f32(), operands, "add.rm.ftz.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def bits_of(x: Float32, *, loc=None, ip=None) -> Int32:
+    """The 32 bits of a float."""
+    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def float_of(bits: Int32, *, loc=None, ip=None) -> Float32:
+    """The float with these 32 bits."""
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def _cvt_bf16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]  # PTX takes the high half first
+    return Int32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def _cvt_f16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    return Int32(_asm(T.i32(), operands, "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+@cute.jit
+def convert_packed(source: cute.Tensor, target: cute.Tensor):
+    """Rounds fp32 registers to the 16-bit type of ``target``, element by element in the same order.
+
+    One cvt instruction a pair, pinned by inline assembly: left to the compiler, the conversion of a value that
+    crosses a loop back-edge sinks below it, and the fp32 registers stay live instead of half as many packed ones.
+    """
+    packed = cute.recast_tensor(target, Int32)
+    for i in cutlass.range(cute.size(packed), unroll_full=True):
+        if const_expr(target.element_type is BFloat16):
+            packed[i] = _cvt_bf16x2(source[2 * i], source[2 * i + 1])
+        else:
+            packed[i] = _cvt_f16x2(source[2 * i], source[2 * i + 1])
