@@ -15,7 +15,7 @@ __all__ = ["Rejection", "can_implement", "launch_registers", "mma_registers", "p
 MAX_EXPONENT = {"bf16": 127, "fp16": 15}
 # Registers of a MMA thread beside S, O and P: pipeline states, descriptors, row statistics, addresses. Measured:
 # ptxas spills or serialises WGMMA in nearly every config that leaves fewer.
-WORKING_REGISTERS = 24
+WORKING_REGISTERS = 28
 MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 
@@ -134,8 +134,8 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
         )
     available = mma_registers(config, arch)
     scores = config.tile_n // 2
-    # P, half as wide, lives beside the next S only if a PV that reads it from registers is still in flight.
-    probabilities = config.tile_n // 4 if config.mma_pv_is_rs and config.intra_wg_overlap else 0
+    # P, half as wide, lives beside S unless it goes out through shared memory.
+    probabilities = config.tile_n // 4 if config.mma_pv_is_rs else 0
     needed = scores + probabilities + padded(problem.head_dim_v) // 2 + WORKING_REGISTERS
     if needed > available:
         yield Rejection(
