@@ -1,0 +1,366 @@
+"""Attention on torch tensors: validation, allocation, the torch.compile operator.
+
+A call costs one dictionary look-up, the outputs' allocation and the launch. The key holds everything that validation
+reads but pointers, and of k and v the dtype and device: those the compiled function checks itself, so only when it
+refuses is the reason looked for.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fa4gen import dispatch
+from fa4gen.errors import UnsupportedProblem, UsageError
+from fa4gen.problem import AttentionProblem, StaticProblem
+from fa4gen.variant import Variant
+
+if TYPE_CHECKING:
+    from fa4gen.dispatch import Dispatcher, Kernel, Miss
+
+__all__ = ["attention", "warmup"]
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+MAX_HEAD_DIM = 256
+ALIGN_BYTES = 16  # of a TMA descriptor: addresses and strides
+ALIGN = ALIGN_BYTES // 2  # the same in elements of a 16-bit dtype
+
+DEVICE_TYPE = "cuda"  # tests replace it, to run everything but the kernel on CPU tensors
+
+# Shapes of a serving process may never repeat (seqlen_k grows by one a step): then the plans are dropped and rebuilt.
+MAX_PLANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a call with given shapes, strides and flags does. Empty strides: nothing to re-stride."""
+
+    launch: Kernel
+    scale: float
+    num_sms: int
+    o_shape: tuple[int, ...]
+    o_stride: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    lse_stride: tuple[int, ...]
+    in_strides: tuple[tuple[int, ...], ...]
+    miss: Miss | None
+
+
+_plans: dict[Any, _Plan] = {}
+os.register_at_fork(after_in_child=_plans.clear)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """softmax(softmax_scale · q kᵀ) v on the current stream, forward only.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, on a CUDA device.
+        k: (batch, seqlen_k, heads_kv, head_dim); ``heads`` is a multiple of ``heads_kv``.
+        v: (batch, seqlen_k, heads_kv, head_dim_v). Head dims are multiples of 8 up to 256. The last dimension of
+            every tensor is contiguous, its other strides are multiples of 8 elements and its address of 16 bytes.
+        causal: query i sees keys j <= i + seqlen_k - seqlen_q.
+        softmax_scale: a positive number, 1/√head_dim by default.
+        return_lse: also return log Σ exp (natural), (batch, heads, seqlen_q) fp32.
+        out: where to write O, (batch, seqlen_q, heads, head_dim_v); by default a new contiguous tensor.
+        lse: where to write LSE; needs ``return_lse``.
+
+    Returns:
+        O, or (O, LSE). A query that sees no key has O = 0 and LSE = -inf.
+
+    The first call of a kind may compile (logged as a warning) or load a kernel; :func:`warmup` does both ahead and
+    makes the call safe under CUDA graph capture.
+
+    Raises:
+        UnsupportedProblem: the tensors break a rule above, or need a gradient.
+        CompileError: the kernel does not compile.
+        NoDeviceError: no kernel family runs on the device.
+        TableError: a tuned table cannot be read.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, causal, softmax_scale, return_lse, out, lse)
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, q.get_device(), causal, softmax_scale, return_lse,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):
+        _validate(q, k, v, causal, softmax_scale, return_lse)  # no tensors, or a flag that cannot be a key
+        raise
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        raise UnsupportedProblem(
+            "attention has no backward yet and an input requires grad: detach it, or call under torch.no_grad()"
+        )
+    if plan is None:
+        plan = _plans[key] = _make_plan(q, k, v, causal, softmax_scale, return_lse)
+    if plan.miss is not None:
+        plan.miss.calls += 1
+    if out is None:
+        out = q.new_empty_strided(plan.o_shape, plan.o_stride)
+    elif out.shape != plan.o_shape or out.stride() != plan.o_stride or out.requires_grad:
+        _check_output("out", out, plan.o_shape, q)
+    outputs: tuple[torch.Tensor, ...] = (out,)
+    if return_lse:
+        if lse is None:
+            lse = q.new_empty_strided(plan.lse_shape, plan.lse_stride, dtype=torch.float32)
+        elif lse.shape != plan.lse_shape or lse.stride() != plan.lse_stride or lse.requires_grad:
+            _check_output("lse", lse, plan.lse_shape, q)
+        outputs = (out, lse)
+    elif lse is not None:
+        raise UnsupportedProblem("lse= was given without return_lse=True: set it, or leave lse out")
+    if plan.in_strides:
+        q, k, v = (t.as_strided(t.shape, s) for t, s in zip((q, k, v), plan.in_strides, strict=True))
+    try:
+        plan.launch(q, k, v, *outputs, plan.scale, plan.num_sms)
+    except (TypeError, ValueError, RuntimeError):
+        # Raises the reason if it is the caller's.
+        _validate(q, k, v, causal, softmax_scale, return_lse)
+        for name, output, shape in zip(("out", "lse"), outputs, (plan.o_shape, plan.lse_shape), strict=False):
+            _check_output(name, output, shape, q)
+        raise
+    return outputs if return_lse else out
+
+
+def warmup(
+    *what: AttentionProblem | str | torch.Tensor,
+    causal: bool = False,
+    return_lse: bool = False,
+    device: int | None = None,
+) -> None:
+    """Compiles (in parallel) and loads what later calls need, so that they only launch, also under graph capture.
+
+    Args:
+        what: problems, as objects or text ("b=2 h=16 s=4096 d=128 causal"), or exactly q, k and v.
+        causal: as in :func:`attention`, with q, k and v.
+        return_lse: likewise.
+        device: CUDA device index for problems; the current one by default.
+
+    Every fresh kernel is launched once on a one-token problem on the current stream: its code reaches the device then.
+
+    Raises:
+        Fa4genError: what :func:`attention` would raise.
+    """
+    if what and isinstance(what[0], torch.Tensor):
+        if len(what) != 3:
+            raise UsageError(f"warmup takes problems, or the three tensors q, k and v; got {len(what)} arguments")
+        problems = [_validate(*what, causal, None, return_lse)]
+        index = what[0].get_device()
+    else:
+        problems = [p if isinstance(p, AttentionProblem) else AttentionProblem.parse(str(p)) for p in what]
+        index = torch.cuda.current_device() if device is None else device
+    chosen = dispatch.dispatcher(index)
+    for variant in chosen.warm(p for p in problems if not _is_empty(p)):
+        _launch_once(chosen, variant, index)
+
+
+def _launch_once(chosen: Dispatcher, variant: Variant, index: int) -> None:
+    static: StaticProblem = variant.static
+    device = torch.device(DEVICE_TYPE, index) if index >= 0 else torch.device(DEVICE_TYPE)
+    dtype = TORCH_DTYPES[static.dtype]
+    q, o = (
+        torch.zeros(1, 1, static.gqa_ratio, dim, dtype=dtype, device=device)
+        for dim in (static.head_dim, static.head_dim_v)
+    )
+    k, v = q[:, :, :1], o.new_zeros(1, 1, 1, static.head_dim_v)
+    lse = [torch.zeros(1, static.gqa_ratio, 1, device=device)] if static.return_lse else []
+    chosen.kernel(variant)(q, k, v, o, *lse, 1.0, chosen.device.sm_count)
+
+
+# --- the slow path ----------------------------------------------------------------------------------------------------
+
+
+def _make_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool
+) -> _Plan:
+    problem = _validate(q, k, v, causal, softmax_scale, return_lse)
+    o_shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
+    lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
+    launch: Kernel = _fill
+    miss = None
+    num_sms = 0
+    if not _is_empty(problem):
+        chosen = dispatch.dispatcher(q.get_device())
+        resolution = chosen.resolve(problem)
+        launch = chosen.kernel(Variant.of(chosen.device.arch.name, problem, resolution.config))
+        num_sms = chosen.device.sm_count
+        miss = None if resolution.covered else dispatch.record_miss(chosen.device, problem)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    strides = tuple(_launch_strides(t) for t in (q, k, v))
+    return _Plan(
+        launch=launch,
+        scale=float(softmax_scale) if softmax_scale is not None else 1 / math.sqrt(problem.head_dim),
+        num_sms=num_sms,
+        o_shape=o_shape,
+        o_stride=_contiguous(o_shape),
+        lse_shape=lse_shape,
+        lse_stride=_contiguous(lse_shape),
+        in_strides=strides if strides != (q.stride(), k.stride(), v.stride()) else (),
+        miss=miss,
+    )
+
+
+def _is_empty(problem: AttentionProblem) -> bool:
+    return problem.batch == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0
+
+
+def _fill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, *rest: Any) -> None:
+    """The kernel of an empty problem: no query sees a key."""
+    o.zero_()
+    if len(rest) == 3:
+        rest[0].fill_(-math.inf)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, extent))
+    return tuple(reversed(strides))
+
+
+def _launch_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """``t``'s strides as a TMA descriptor takes them: those of extent-1 dimensions mean nothing but must be aligned."""
+    own = _contiguous(tuple(t.shape))
+    return tuple(c if n == 1 and s % ALIGN else s for n, s, c in zip(t.shape, t.stride(), own, strict=True))
+
+
+def _validate(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse: Any) -> AttentionProblem:
+    """The problem that the arguments describe.
+
+    Raises:
+        UnsupportedProblem: they break a rule; the message names it, the value, and what to do.
+    """
+    for fault in _faults(q, k, v, causal, softmax_scale, return_lse):
+        raise UnsupportedProblem(fault)
+    return AttentionProblem(
+        batch=q.shape[0],
+        heads=q.shape[2],
+        heads_kv=k.shape[2],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=DTYPES[q.dtype],
+        causal=causal,
+        return_lse=return_lse,
+    )
+
+
+def _faults(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse: Any) -> Iterator[str]:
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            yield f"{name} must be a bool, got {flag!r}"
+    if softmax_scale is not None and not isinstance(softmax_scale, numbers.Real):
+        yield f"softmax_scale must be a Python number, got {type(softmax_scale).__name__}: convert it with float()"
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+        yield f"softmax_scale must be positive and finite, got {softmax_scale}"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        yield from _tensor_faults(name, t)
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            yield f"q and {name} must have one dtype, got {q.dtype} and {t.dtype}: cast {name}"
+        if t.device != q.device:
+            yield f"q and {name} must be on one device, got {q.device} and {t.device}: move {name}"
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        yield f"q, k and v must have one batch, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
+    if q.shape[3] != k.shape[3]:
+        yield f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}"
+    if k.shape[1:3] != v.shape[1:3]:
+        yield f"k and v must agree in seqlen and heads, got {tuple(k.shape)} and {tuple(v.shape)}"
+    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        yield f"q's heads must be a multiple of k's, got {q.shape[2]} and {k.shape[2]}"
+
+
+def _tensor_faults(name: str, t: Any) -> Iterator[str]:
+    if not isinstance(t, torch.Tensor):
+        yield f"{name} must be a torch tensor, got {type(t).__name__}"
+    if t.device.type != DEVICE_TYPE:
+        yield f"{name} must be on a CUDA device, got {t.device}: move it with .cuda()"
+    if t.dtype not in DTYPES:
+        yield f"{name} must be bfloat16 or float16, got {t.dtype}: cast it"
+    if t.ndim != 4:
+        yield f"{name} must be (batch, seqlen, heads, head_dim), got {t.ndim} dimensions: {tuple(t.shape)}"
+    head_dim = t.shape[3]
+    if head_dim % ALIGN or not ALIGN <= head_dim <= MAX_HEAD_DIM:
+        yield f"{name}'s head dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}: pad with zeros"
+    if t.numel() == 0:
+        return
+    if t.stride(3) != 1:
+        yield f"{name}'s last dimension must be contiguous, got stride {t.stride(3)}: call {name}.contiguous()"
+    if any(s % ALIGN for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1):
+        yield f"{name}'s strides must be multiples of 8 elements (16 bytes), got {t.stride()}: call {name}.contiguous()"
+    if t.data_ptr() % ALIGN_BYTES:
+        yield f"{name}'s address must be a multiple of 16 bytes, got {t.data_ptr():#x}: copy it with {name}.clone()"
+
+
+def _check_output(name: str, t: Any, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    dtype = q.dtype if name == "out" else torch.float32
+    if not isinstance(t, torch.Tensor) or t.shape != shape or t.dtype != dtype or t.device != q.device:
+        got = f"{tuple(t.shape)} {t.dtype} on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise UnsupportedProblem(f"{name} must be a {tuple(shape)} {dtype} tensor on {q.device}, got {got}")
+    if t.requires_grad:
+        raise UnsupportedProblem(f"{name} requires grad and attention has no backward yet: give a plain tensor")
+    if name == "lse" and not t.is_contiguous():
+        raise UnsupportedProblem(f"lse must be contiguous, got strides {t.stride()}")
+    if name == "out" and any(n > 1 and s == 0 for n, s in zip(shape, t.stride(), strict=True)):
+        raise UnsupportedProblem(f"out must not be an expanded tensor, got strides {t.stride()}")
+    if name == "out":
+        for fault in _tensor_faults(name, t):
+            raise UnsupportedProblem(fault)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "fa4gen::attention_forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse) -> (Tensor, Tensor)",
+)
+def _attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    result: Any = attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse)
+    return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
+
+
+@_attention_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    lse_shape = (batch, heads, seqlen_q) if return_lse else (0,)
+    return q.new_empty(batch, seqlen_q, heads, v.shape[3]), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _traced(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    o, sums = torch.ops.fa4gen.attention_forward(q, k, v, causal, softmax_scale, return_lse)
+    o = o if out is None else out.copy_(o)
+    sums = sums if lse is None else lse.copy_(sums)
+    return (o, sums) if return_lse else o
