@@ -12,7 +12,7 @@ from fa4gen.config import FlashFwdSm90Config
 from fa4gen.problem import AttentionProblem, attended_pairs
 
 H200 = get_device("h200")
-CONFIG = FlashFwdSm90Config(tile_m=128, tile_n=128)
+CONFIG = FlashFwdSm90Config(tile_m=128, tile_n=128, rescale_threshold=None)
 
 
 @pytest.mark.parametrize(("tile_m", "expected"), [(128, (1024, 1024, 768)), (256, (2048, 2048, 1536))])

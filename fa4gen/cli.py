@@ -1,0 +1,368 @@
+"""The command line: parses arguments and prints. Exit codes: 0 done, 1 failure, 2 bad input, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from fa4gen import knobs
+from fa4gen.arch import Device, get_device
+from fa4gen.bound import bound
+from fa4gen.config import FlashFwdSm90Config, config_from_dict, get_family
+from fa4gen.console import bound_table, changes_text, config_text, err, facts, grid, note, out, row_facts, us
+from fa4gen.errors import CompileError, Fa4genError, InfeasibleConfig, NoDeviceError, UsageError
+from fa4gen.feasibility import can_implement
+from fa4gen.problem import AttentionProblem
+from fa4gen.resources import resource_dir
+from fa4gen.variant import Variant
+
+if TYPE_CHECKING:
+    from fa4gen.artifact_cache import Artifact
+    from fa4gen.tuned_table import Resolution, TunedTable, TunedTables
+
+__all__ = ["app", "main"]
+
+MIX_ROWS = 20
+
+
+class _Group(TyperGroup):
+    """Turns errors into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            err.print("[yellow]interrupted[/]: everything finished is saved")
+            raise typer.Exit(130) from None
+        except (Fa4genError, OSError) as error:
+            if ctx.params.get("debug"):
+                raise
+            err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Generates, compiles, verifies and tunes attention kernels.",
+)
+table_app = typer.Typer(no_args_is_help=True, help="Tuned tables: lint, diff, merge, explain.")
+app.add_typer(table_app, name="table")
+
+ProblemText = Annotated[str, typer.Argument(metavar="PROBLEM", help='For example "b=2 h=16 s=4096 d=128 causal".')]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="h200, b200, … or a device key. Default: the current GPU, else h200.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Overrides a knob of the config. Repeatable.")
+]
+TableFile = Annotated[Path | None, typer.Option("--table", help="Look up here, not in the user's and shipped tables.")]
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    """Options before the verb."""
+
+
+def main() -> None:
+    """Entry point of the ``fa4gen`` command."""
+    app(prog_name="fa4gen")
+
+
+# --- what to look at --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """A problem, a device, and the config that a verb works on."""
+
+    problem: AttentionProblem
+    device: Device
+    config: FlashFwdSm90Config
+    resolution: Resolution
+    overridden: bool
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.of(self.device.arch.name, self.problem, self.config)
+
+
+def _select(text: str, device_name: str | None, table: Path | None, settings: list[str] | None) -> _Selection:
+    """What would run for a problem, with ``settings`` on top.
+
+    Raises:
+        UsageError: a bad problem, device, table or knob; a config that cannot run.
+    """
+    problem = AttentionProblem.parse(text)
+    device = _device(device_name)
+    resolution = _tables(device, table).lookup(problem)
+    config = resolution.config
+    if settings:
+        config = _override(config, settings, get_family(problem.op, device.arch.name).name)
+        rejection = can_implement(problem, config, device.arch)
+        if rejection:
+            raise InfeasibleConfig(str(rejection))
+    return _Selection(problem, device, config, resolution, bool(settings))
+
+
+def _device(name: str | None) -> Device:
+    """The device called ``name``; without a name the current GPU, and where there is none the H200."""
+    if name:
+        return get_device(name)
+    from fa4gen.measure.cuda import current_device
+
+    try:
+        return current_device(0)
+    except NoDeviceError:
+        note("no GPU here, so this is for the H200; --device names another")
+        return get_device("h200")
+
+
+def _tables(device: Device, table: Path | None) -> TunedTables:
+    from fa4gen.tuned_table import TunedTable, TunedTables
+
+    if table is None:
+        return TunedTables.load(device.key)
+    return TunedTables(device.key, [(TunedTable.load(table), table)])
+
+
+def _override(config: FlashFwdSm90Config, settings: list[str], family: str) -> FlashFwdSm90Config:
+    """``config`` with settings such as "tile_m=192", values in YAML's notation."""
+    import pydantic
+    import yaml
+
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign:
+            raise UsageError(f"--set wants KNOB=VALUE, got {setting!r}")
+        try:
+            values[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"--set {name}: {value!r} is no YAML value") from None
+    config_from_dict(family, values)
+    types = get_type_hints(type(config))
+    for name, value in values.items():
+        try:
+            values[name] = pydantic.TypeAdapter(types[name]).validate_python(value, strict=True)
+        except pydantic.ValidationError as error:
+            raise UsageError(f"--set {name}={value}: {error.errors()[0]['msg']}") from None
+    return replace(config, **values)
+
+
+# --- one variant ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def render(
+    problem: ProblemText,
+    settings: Settings = None,
+    device: DeviceName = None,
+    table: TableFile = None,
+    output: Annotated[Path | None, typer.Option("--out", help="Write to a file.")] = None,
+) -> None:
+    """Prints the source of the kernel that would run for PROBLEM."""
+    from fa4gen.render import render as render_source
+
+    source = render_source(_select(problem, device, table, settings).variant)
+    if output is None:
+        typer.echo(source, nl=False)
+    else:
+        output.write_text(source, encoding="utf-8")
+
+
+@app.command("compile")
+def compile_(
+    problem: ProblemText, settings: Settings = None, device: DeviceName = None, table: TableFile = None
+) -> None:
+    """Compiles the kernel that would run for PROBLEM into the cache. Needs no GPU."""
+    from fa4gen.artifact_cache import ArtifactCache
+    from fa4gen.compile import compile_variant
+
+    variant = _select(problem, device, table, settings).variant
+    cache = ArtifactCache()
+    cached = cache.get(variant)
+    artifact = cached or compile_variant(variant, cache)
+    state = "in the cache already" if cached else f"compiled in {artifact.meta.compile_seconds:.1f} s"
+    out.print(facts([("variant", f"{artifact.variant_name}, {state}"), *_artifact_facts(artifact)]))
+
+
+def _artifact_facts(artifact: Artifact) -> list[tuple[str, Any]]:
+    meta = artifact.meta
+    spills = f"{meta.spill_store_bytes} B stored, {meta.spill_load_bytes} B loaded"
+    return [
+        ("registers", f"{meta.registers} a thread, stack {meta.stack_bytes} B, spills {spills}"),
+        ("shared memory", f"{meta.smem_bytes} B a CTA"),
+        *([("warning", "ptxas serialises the WGMMAs")] if meta.wgmma_serialized else []),
+        *(("ptxas", remark) for remark in meta.remarks),
+        ("artifact", str(artifact.path)),
+    ]
+
+
+@app.command()
+def inspect(
+    problem: ProblemText, settings: Settings = None, device: DeviceName = None, table: TableFile = None
+) -> None:
+    """Registers, spills, instruction mix and bound of the kernel that would run for PROBLEM."""
+    from fa4gen.compile import compile_variant
+    from fa4gen.sass import inspect as inspect_cubin
+
+    chosen = _select(problem, device, table, settings)
+    artifact = compile_variant(chosen.variant)
+    report = inspect_cubin(artifact.cubin_path)
+    out.print(facts([("variant", artifact.variant_name), *_artifact_facts(artifact)]))
+    out.print()
+    shown = list(report.mix.items())[:MIX_ROWS]
+    rest = sum(report.mix.values()) - sum(count for _, count in shown)
+    out.print(grid("opcode", "static count>", rows=[*shown, ("others", rest)]))
+    out.print()
+    out.print(bound_table(bound(chosen.problem, chosen.config, chosen.device)))
+
+
+@app.command()
+def show(problem: ProblemText, device: DeviceName = None, table: TableFile = None) -> None:
+    """What would run for PROBLEM: which row and config, how it was measured, and what bounds it."""
+    chosen = _select(problem, device, table, None)
+    resolution, config = chosen.resolution, chosen.config
+    place = f" ({resolution.path})" if resolution.path else ""
+    rows: list[tuple[str, Any]] = [
+        ("problem", f"{chosen.problem} on {chosen.device.name} ({chosen.device.key})"),
+        ("row" if resolution.row else "no row", resolution.reason + place),
+        ("config", config_text(config, type(config).default(chosen.problem))),
+        ("variant", chosen.variant.name),
+    ]
+    if resolution.row:
+        rows += row_facts(resolution.row, chosen.device)
+    limits = bound(chosen.problem, config, chosen.device)
+    out.print(facts(rows))
+    out.print(f"\nThe throughput bound of this problem with this config is {us(limits.microseconds)}:")
+    out.print(bound_table(limits))
+    if not resolution.covered:
+        note(f'not tuned: fa4gen tune --problem "{chosen.problem}"')
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@table_app.command()
+def lint(
+    files: Annotated[list[Path] | None, typer.Argument(help="Default: the user's and the shipped tables.")] = None,
+    compile_rows: Annotated[bool, typer.Option("--compile", help="Compile every row's kernel as well.")] = False,
+) -> None:
+    """Checks that every row has a config that can run its problem, renders, and has sane numbers."""
+    from fa4gen.tuned_table import TunedTable
+
+    clean = True
+    for path in files or sorted(p for d in (knobs.tuned_dir(), resource_dir("tuned")) for p in d.glob("*.json")):
+        table = TunedTable.load(path)
+        findings = table.lint()
+        if compile_rows and not findings:
+            findings = _compile_findings(table)
+        for finding in findings:
+            err.print(f"{path}: {finding}", markup=False, soft_wrap=True)
+        out.print(f"{path}: {len(table.rows)} rows, {len(findings)} findings", markup=False, soft_wrap=True)
+        clean = clean and not findings
+    if not clean:
+        raise typer.Exit(1)
+
+
+def _compile_findings(table: TunedTable) -> list[str]:
+    from rich.progress import track
+
+    from fa4gen.compile import CompilePool
+
+    findings = []
+    with CompilePool() as pool:
+        futures = [(row, pool.submit(table.variant(row))) for row in table.rows]
+        for row, future in track(futures, "compiling", console=err, transient=True):
+            try:
+                future.result()
+            except CompileError as error:
+                findings.append(f'"{row.problem}": {error}')
+    return findings
+
+
+@table_app.command()
+def diff(old: Path, new: Path) -> None:
+    """Prints the rows that NEW adds to, drops from or changes in OLD."""
+    from fa4gen.tuned_table import TunedTable
+
+    changes = TunedTable.load(old).diff(TunedTable.load(new))
+    rows = [("+", row.problem, us(row.median_us), "") for row in changes.added]
+    rows += [("-", row.problem, us(row.median_us), "") for row in changes.removed]
+    for before, after in changes.changed:
+        times = f"{us(before.median_us)} -> {us(after.median_us)}"
+        rows.append(("~", after.problem, times, changes_text(after.config, before.config, "same config")))
+    out.print(grid("", "problem", "median>", "changed knobs", rows=rows) if rows else "no difference")
+
+
+@table_app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Tables of one device.")],
+    output: Annotated[Path, typer.Option("--out", help="Table to merge into; created if absent.")],
+) -> None:
+    """Merges tables into one: measured rows beat predicted ones, then the newer date wins."""
+    from fa4gen.tuned_table import TunedTable
+
+    tables = [TunedTable.load(path) for path in files]
+    for path, table in zip(files, tables, strict=True):
+        if table.device != tables[0].device:
+            raise UsageError(f"{path} is the table of {table.device}, {files[0]} that of {tables[0].device}")
+    merged = TunedTable.update(output, tables[0].device, [row for table in tables for row in table.rows])
+    out.print(f"{output}: {len(merged.rows)} rows of {merged.device}")
+
+
+@table_app.command()
+def explain(problem: ProblemText, device: DeviceName = None, table: TableFile = None) -> None:
+    """Why PROBLEM gets the row that it gets."""
+    from fa4gen.tuned_table import category, coordinates
+
+    chosen = _select(problem, device, table, None)
+    names = ("seqlen_q", "seqlen_k", "tiles an SM", "query heads a K/V head")
+    places = zip(names, coordinates(chosen.problem, chosen.device.sm_count), strict=True)
+    resolution = chosen.resolution
+    rows = [
+        ("category", f"{category(chosen.problem)}: a row must share it"),
+        ("place", ", ".join(f"{name} 2^{place:.2f}" for name, place in places)),
+        ("choice", resolution.reason),
+        ("source", f"{resolution.source}{f', {resolution.path}' if resolution.path else ''}"),
+        ("covered", "yes" if resolution.covered else "no: a call counts as a miss"),
+        ("config", changes_text(resolution.config, type(resolution.config).default(chosen.problem))),
+    ]
+    out.print(facts(rows))
+
+
+@app.command()
+def misses(clear: Annotated[bool, typer.Option("--clear", help="Forget them.")] = False) -> None:
+    """Problems that programs on this machine called and no tuned row covers."""
+    from fa4gen import dispatch
+
+    found = dispatch.misses()
+    rows = [(miss.device, miss.problem, miss.calls) for miss in found]
+    out.print(grid("device", "problem", "calls>", rows=rows) if rows else "no misses recorded")
+    if clear:
+        dispatch.clear_misses()
+    elif found:
+        note("fa4gen tune --from-misses tunes them")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, GPU, cache, tables, and what works here."""
+    from fa4gen.doctor import examine
+
+    checks = list(examine())
+    marks = {True: "[green]ok[/]", False: "[red]no[/]", None: "[yellow]--[/]"}
+    out.print(facts((check.name, f"{marks[check.ok]} {escape(check.detail)}") for check in checks))
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,132 @@
+"""What the command line prints: Rich renderables from the library's values, and the two consoles they go to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fa4gen.arch import DEVICES, Device
+from fa4gen.bound import Bound, bound
+from fa4gen.config import FlashFwdSm90Config
+from fa4gen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from fa4gen.tuned_table import Row
+
+__all__ = ["bound_table", "config_text", "efficiency", "err", "facts", "grid", "note", "out", "row_facts", "us"]
+
+# Piped output is for other programs and logs: paths must not be broken over lines.
+_WIDTH = None if sys.stdout.isatty() else 200
+
+out = Console(highlight=False, width=_WIDTH)
+err = Console(stderr=True, highlight=False, width=_WIDTH)
+
+UNIT_NAMES = {"mma": "MMA", "mufu": "MUFU", "fma": "FMA", "smem": "shared memory", "hbm": "HBM"}
+
+
+def note(message: str) -> None:
+    """One dim line on stderr."""
+    err.print(f"[dim]note: {escape(message)}[/]")
+
+
+def us(value: float) -> str:
+    """Microseconds with four significant digits."""
+    return f"{value:.4g} us" if value < 10_000 else f"{value:,.0f} us"
+
+
+def percent(ratio: float) -> str:
+    """A ratio as a signed percentage above 1."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def facts(rows: Iterable[tuple[str, Any]]) -> Table:
+    """A borderless two-column table: a label, and text or a renderable."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def grid(*columns: str, rows: Iterable[Iterable[Any]]) -> Table:
+    """A light table; columns whose name ends in ``>`` are right-aligned."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(value if isinstance(value, Text) else str(value) for value in row))
+    return table
+
+
+def config_text(config: FlashFwdSm90Config, default: FlashFwdSm90Config | None = None) -> Text:
+    """Every knob; those that differ from ``default`` stand out."""
+    text = Text()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        changed = default is not None and value != getattr(default, field.name)
+        text.append(f"{field.name}={value} ", style="bold green" if changed else "")
+    return text
+
+
+def changes_text(config: FlashFwdSm90Config, base: FlashFwdSm90Config, same: str = "the default") -> str:
+    """Only the knobs that differ from ``base``; ``same`` where none does."""
+    changed = (f.name for f in fields(config) if getattr(config, f.name) != getattr(base, f.name))
+    return " ".join(f"{name}={getattr(config, name)}" for name in changed) or same
+
+
+def bound_table(limits: Bound) -> Group:
+    """Busy time of every unit, longest first."""
+    rows = [
+        (UNIT_NAMES[name], f"{cycles:,.0f}", us(cycles / limits.clock_mhz), "█" * round(20 * cycles / limits.cycles))
+        for name, cycles in sorted(limits.units.items(), key=lambda item: -item[1])
+        if limits.cycles
+    ]
+    return Group(grid("unit", "cycles>", f"at {limits.clock_mhz:.0f} MHz>", "", rows=rows))
+
+
+def efficiency(row: Row, device: Device) -> str:
+    """Which unit bounds a tuned row, and at what percentage of that bound it runs."""
+    measured_on = DEVICES.get(row.provenance.device, device)
+    limits = bound(row.problem, row.config, measured_on)
+    if not limits.cycles:
+        return "nothing to do"
+    share = 100 * limits.microseconds / row.median_us
+    text = f"{UNIT_NAMES[limits.unit]}: {share:.0f} % of its {us(limits.microseconds)} at {limits.clock_mhz:.0f} MHz"
+    clock = row.provenance.clock_mhz
+    if clock:
+        there = bound(row.problem, row.config, replace(measured_on, clock_mhz=clock))
+        text += f", {100 * there.microseconds / row.median_us:.0f} % at the {clock:.0f} MHz it ran at"
+    return text
+
+
+def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
+    """How a row is known, what it beat, and what bounds it."""
+    provenance, (low, high) = row.provenance, row.interval_us
+    default = type(row.config).default(row.problem)
+    how = f"{provenance.samples} samples by {provenance.measurer} on {provenance.device}"
+    if provenance.clock_mhz:
+        how += f" at {provenance.clock_mhz:.0f} MHz"
+    versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
+    found: list[tuple[str, Any]] = [
+        (row.source.value, f"{us(row.median_us)} [{us(low)}, {us(high)}], {tflops(row.problem, row.median_us)}"),
+        ("", f"{how}, {provenance.date:%Y-%m-%d}, fa4gen {provenance.fa4gen}, {versions}"),
+    ]
+    if row.default_us:
+        found.append(("default", f"{us(row.default_us)} ({percent(row.default_us / row.median_us)})"))
+    if row.runner_up:
+        changes = changes_text(row.runner_up.config, default)
+        found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
+    return [*found, ("bounded by", efficiency(row, device))]
+
+
+def tflops(problem: AttentionProblem, microseconds: float) -> str:
+    """Useful TFLOP/s."""
+    return f"{problem.flops / microseconds / 1e6:.0f} TFLOP/s"

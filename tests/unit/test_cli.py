@@ -1,0 +1,209 @@
+"""The command line: what it prints, and one line with the right exit code for everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fa4gen import console
+from fa4gen.arch import get_device
+from fa4gen.bound import bound
+from fa4gen.cli import app
+from fa4gen.config import FlashFwdSm90Config
+from fa4gen.measure.base import Source
+from fa4gen.problem import AttentionProblem
+from fa4gen.tuned_table import Provenance, Row, RunnerUp, TunedTable
+
+PROBLEM = "b=2 h=16 s=4096 d=128 causal"
+H200 = get_device("h200")
+CONFIG = FlashFwdSm90Config(tile_m=128, tile_n=96, rescale_threshold=None)
+
+
+def make_row(problem: str = PROBLEM, config: FlashFwdSm90Config = CONFIG, median: float = 300.0) -> Row:
+    return Row(
+        problem=AttentionProblem.parse(problem),
+        family="flash_fwd_sm90",
+        config=config,
+        median_us=median,
+        interval_us=(median - 1, median + 1),
+        runner_up=RunnerUp(config=replace(config, tile_n=112), gap=0.02),
+        default_us=median * 1.1,
+        source=Source.MEASURED,
+        provenance=Provenance.now(measurer="cuda", device="NVIDIA H200", samples=60, clock_mhz=1600.0),
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FA4GEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FA4GEN_TUNED_DIR", str(tmp_path / "tuned"))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "table.json"
+    TunedTable.update(path, H200.key, [make_row()])
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def fails(code: int, message: str, *arguments: str | Path) -> None:
+    """Exit ``code``, and exactly one line on stderr, which holds ``message``."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "b=1 h=1 s=64 d=x"), "'x' is not an integer"),
+        (("show", "b=1 h=3 hk=2 s=64 d=64"), "heads must be a multiple of heads_kv"),
+        (("show", "b=1 h=1 s=64 d=264"), "head_dim must be a multiple of 8 from 8 to 256, got 264"),
+        (("show", "b=1 h=1 s=64 d=64 dtype=fp32"), "dtype must be one of bf16, fp16"),
+        (("show", PROBLEM, "--device", "v100"), "unknown device 'v100'"),
+        (("show", PROBLEM, "--device", "b200"), "no kernel family runs op 'fwd' on sm_100a"),
+        (("show", PROBLEM, "--table", "absent.json"), "cannot read tuned table absent.json"),
+        (("render", PROBLEM, "--set", "tile_k=3"), "unknown knob 'tile_k'"),
+        (("render", PROBLEM, "--set", "tile_m"), "--set wants KNOB=VALUE"),
+        (("render", PROBLEM, "--set", "tile_m=wide"), "--set tile_m=wide"),
+        (("render", PROBLEM, "--set", "tile_m=[1"), "no YAML value"),
+        (("render", PROBLEM, "--set", "tile_n=512"), "tile_n must be a multiple of 16 from 16 to 256, got 512"),
+        (("compile", PROBLEM, "--set", "kv_stages=8"), "shared memory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    device = () if "--device" in arguments else ("--device", "h200")
+    fails(2, message, *arguments, *device)
+
+
+def test_corrupt_and_future_tables(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"rows": [')
+    fails(2, "not valid JSON", "show", PROBLEM, "--device", "h200", "--table", path)
+    path.write_text(json.dumps({"schema_version": 99, "device": H200.key, "rows": []}))
+    fails(2, "has schema 99", "table", "lint", path)
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = run("--debug", "show", "b=1", "--device", "h200")
+    assert result.exception is not None and "lacks heads" in str(result.exception)
+
+
+def test_system_errors_exit_1(tmp_path: Path) -> None:
+    fails(1, "Is a directory", "render", PROBLEM, "--device", "h200", "--out", tmp_path)
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fa4gen.cli.get_device", interrupt)
+    fails(130, "everything finished is saved", "show", PROBLEM, "--device", "h200")
+
+
+def test_show_a_tuned_problem(table: Path) -> None:
+    result = run("show", PROBLEM, "--device", "h200", "--table", table)
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "this very problem" in text and str(table) in text and "tile_n=96" in text
+    assert "60 samples by cuda on NVIDIA H200 at 1600 MHz" in text
+    assert "300 us [299 us, 301 us]" in text and "default" in text and "+10.0 %" in text
+    assert "+2.0 %: " in text and "tile_n=112" in text
+    limits = bound(AttentionProblem.parse(PROBLEM), CONFIG, H200)
+    assert f"MMA: {100 * limits.microseconds / 300:.0f} % of its" in text
+    assert f"{100 * limits.microseconds * 1980 / 1600 / 300:.0f} % at the 1600 MHz it ran at" in text
+
+
+def test_show_an_untuned_problem() -> None:
+    result = run("show", "b=1 h=2 s=512 d=72", "--device", "h200")
+    assert result.exit_code == 0
+    assert "default of flash_fwd_sm90" in result.stdout
+    assert 'fa4gen tune --problem "b=1 h=2 s=512 d=72"' in result.stderr
+
+
+def test_render_takes_the_row_and_the_overrides(table: Path, tmp_path: Path) -> None:
+    plain = run("render", PROBLEM, "--device", "h200", "--table", table)
+    changed = run("render", PROBLEM, "--device", "h200", "--table", table, "--set", "rescale_threshold=8")
+    assert "tile_n: 96" in plain.stdout and "rescale_threshold: null" in plain.stdout
+    assert "rescale_threshold: 8.0" in changed.stdout
+    compile(plain.stdout, "rendered", "exec")
+    run("render", PROBLEM, "--device", "h200", "--table", table, "--out", tmp_path / "kernel.py")
+    assert (tmp_path / "kernel.py").read_text() == plain.stdout
+
+
+def test_table_verbs(table: Path, tmp_path: Path) -> None:
+    assert "1 rows, 0 findings" in run("table", "lint", table).stdout
+
+    other, merged = tmp_path / "other.json", tmp_path / "merged.json"
+    added = make_row("b=1 h=8 s=1024 d=64")
+    TunedTable.update(other, H200.key, [added, make_row(config=replace(CONFIG, tile_n=64), median=250.0)])
+    text = run("table", "diff", table, other).stdout
+    assert "+  b=1 h=8 s=1024 d=64" in text and "300 us -> 250 us" in text and "tile_n=64" in text
+    assert run("table", "diff", table, table).stdout == "no difference\n"
+
+    assert "2 rows" in run("table", "merge", table, other, "--out", merged).stdout
+    assert len(TunedTable.load(merged).rows) == 2
+    text = run("table", "explain", PROBLEM, "--device", "h200", "--table", merged).stdout
+    assert "fwd bf16 d=128 causal MHA prefill" in text and "this very problem" in text
+
+
+def test_lint_reports_a_row_that_cannot_run(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    TunedTable.update(path, H200.key, [make_row(config=replace(CONFIG, kv_stages=8))])
+    result = run("table", "lint", path)
+    assert result.exit_code == 1 and "shared memory" in result.stderr and "1 findings" in result.stdout
+
+
+def test_merging_tables_of_two_devices_is_refused(table: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.json"
+    TunedTable.update(foreign, "sm_90a-114sm-228kb", [])
+    fails(2, "is the table of sm_90a-114sm-228kb", "table", "merge", table, foreign, "--out", tmp_path / "m.json")
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_misses_are_listed_and_cleared(tmp_path: Path) -> None:
+    assert run("misses").stdout == "no misses recorded\n"
+    (tmp_path / "cache").mkdir()
+    record = {"device": H200.key, "problem": "b=1 h=2 s=512 d=72", "calls": 3}
+    (tmp_path / "cache" / "misses.jsonl").write_text(json.dumps(record) + "\n")
+    assert "b=1 h=2 s=512 d=72" in run("misses", "--clear").stdout
+    assert run("misses").stdout == "no misses recorded\n"
+
+
+def test_doctor(tmp_path: Path) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.stdout
+    assert "nvidia-cutlass-dsl" in result.stdout and str(tmp_path / "cache") in result.stdout
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / f"{H200.key}.json").write_text("{")
+    broken = run("doctor")
+    assert broken.exit_code == 1 and "not valid JSON" in broken.stdout
+
+
+def test_numbers_read_well() -> None:
+    assert console.us(12.3456) == "12.35 us" and console.us(12345.6) == "12,346 us"
+    assert console.percent(1.034) == "+3.4 %"
+
+
+def test_help_starts_fast() -> None:
+    """No heavy library at start; the best of three, on a machine that others use too."""
+    command = [sys.executable, "-c", "from fa4gen.cli import main; main()", "--help"]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.6
