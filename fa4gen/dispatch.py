@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ _dispatchers: dict[int, Dispatcher] = {}
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def build_kernel(variant: Variant) -> Kernel:
-    """The loaded kernel of ``variant``: from the artifact cache, or compiled now with a warning in the log.
+def build_kernel(variant: Variant, at_call_time: bool) -> Kernel:
+    """The loaded kernel of ``variant``: from the artifact cache, else compiled now, with a warning if at call time.
 
     Raises:
         CompileError: it does not compile.
@@ -57,72 +57,45 @@ def build_kernel(variant: Variant) -> Kernel:
         started = time.perf_counter()
         artifact = compile_variant(variant, cache)
         seconds = time.perf_counter() - started
-        log.warning("compiled %s at call time in %.1f s; fa4gen.warmup() does it ahead", variant.name, seconds)
+        if at_call_time:
+            log.warning("compiled %s at call time in %.1f s; fa4gen.warmup() does it ahead", variant.name, seconds)
+        else:
+            log.info("compiled %s in %.1f s", variant.name, seconds)
     return load_kernel(artifact)
-
-
-def compile_ahead(variants: Sequence[Variant]) -> None:
-    """Brings ``variants`` into the artifact cache, compiling in parallel what it lacks.
-
-    Raises:
-        CompileError: one does not compile; the others are kept.
-    """
-    from fa4gen.artifact_cache import ArtifactCache
-    from fa4gen.compile import CompilePool, compile_variant
-
-    cache = ArtifactCache()
-    lacking = [variant for variant in variants if cache.get(variant) is None]
-    if len(lacking) == 1:
-        compile_variant(lacking[0], cache)
-    elif lacking:
-        with CompilePool(min(len(lacking), knobs.compile_workers()), cache) as pool:
-            for future in [pool.submit(variant) for variant in lacking]:
-                future.result()
 
 
 class Dispatcher:
     """The tables and the loaded kernels of one device. Safe to share between threads."""
 
     def __init__(
-        self,
-        device: Device,
-        tables: TunedTables,
-        build: Callable[[Variant], Kernel] = build_kernel,
-        compile_ahead: Callable[[Sequence[Variant]], None] = compile_ahead,
+        self, device: Device, tables: TunedTables, build: Callable[[Variant, bool], Kernel] = build_kernel
     ) -> None:
         self.device = device
         self._tables = tables
         self._build = build
-        self._compile_ahead = compile_ahead
         self._kernels: dict[Variant, Kernel] = {}
 
     def resolve(self, problem: AttentionProblem) -> Resolution:
         """What runs for ``problem`` and why: see :meth:`fa4gen.tuned_table.TunedTables.lookup`."""
         return self._tables.lookup(problem)
 
-    def kernel(self, variant: Variant) -> Kernel:
+    def variant(self, problem: AttentionProblem) -> Variant:
+        """The variant that runs ``problem``."""
+        return Variant.of(self.device.arch.name, problem, self.resolve(problem).config)
+
+    def loaded(self, variant: Variant) -> bool:
+        """Whether :meth:`kernel` returns at once."""
+        return variant in self._kernels
+
+    def kernel(self, variant: Variant, *, at_call_time: bool = True) -> Kernel:
         """The loaded kernel of ``variant``, built once however many threads ask. Raises what ``build`` raises."""
         found = self._kernels.get(variant)
         if found is None:
             with _lock:
                 found = self._kernels.get(variant)
                 if found is None:
-                    found = self._kernels[variant] = self._build(variant)
+                    found = self._kernels[variant] = self._build(variant, at_call_time)
         return found
-
-    def warm(self, problems: Iterable[AttentionProblem]) -> list[Variant]:
-        """Loads what ``problems`` need, compiling ahead in parallel. Returns the variants that were not loaded before.
-
-        Raises:
-            CompileError: one does not compile.
-        """
-        wanted = {Variant.of(self.device.arch.name, p, self.resolve(p).config): None for p in problems}
-        fresh = [variant for variant in wanted if variant not in self._kernels]
-        with _lock:
-            self._compile_ahead(fresh)
-        for variant in fresh:
-            self.kernel(variant)
-        return fresh
 
 
 def dispatcher(index: int) -> Dispatcher:

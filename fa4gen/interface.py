@@ -22,7 +22,7 @@ from fa4gen.problem import AttentionProblem, StaticProblem
 from fa4gen.variant import Variant
 
 if TYPE_CHECKING:
-    from fa4gen.dispatch import Dispatcher, Kernel, Miss
+    from fa4gen.dispatch import Kernel, Miss
 
 __all__ = ["attention", "warmup"]
 
@@ -144,7 +144,7 @@ def warmup(
     return_lse: bool = False,
     device: int | None = None,
 ) -> None:
-    """Compiles (in parallel) and loads what later calls need, so that they only launch, also under graph capture.
+    """Compiles and loads what later calls need, so that they only launch, also under CUDA graph capture.
 
     Args:
         what: problems, as objects or text ("b=2 h=16 s=4096 d=128 causal"), or exactly q, k and v.
@@ -152,7 +152,7 @@ def warmup(
         return_lse: likewise.
         device: CUDA device index for problems; the current one by default.
 
-    Every fresh kernel is launched once on a one-token problem on the current stream: its code reaches the device then.
+    A kernel loaded here is launched once, on one token and the current stream: only then is its code on the device.
 
     Raises:
         Fa4genError: what :func:`attention` would raise.
@@ -166,12 +166,15 @@ def warmup(
         problems = [p if isinstance(p, AttentionProblem) else AttentionProblem.parse(str(p)) for p in what]
         index = torch.cuda.current_device() if device is None else device
     chosen = dispatch.dispatcher(index)
-    for variant in chosen.warm(p for p in problems if not _is_empty(p)):
-        _launch_once(chosen, variant, index)
+    for problem in problems:
+        if not _is_empty(problem):
+            variant = chosen.variant(problem)
+            if not chosen.loaded(variant):
+                kernel = chosen.kernel(variant, at_call_time=False)
+                _launch_once(kernel, variant.static, chosen.device.sm_count, index)
 
 
-def _launch_once(chosen: Dispatcher, variant: Variant, index: int) -> None:
-    static: StaticProblem = variant.static
+def _launch_once(kernel: Kernel, static: StaticProblem, num_sms: int, index: int) -> None:
     device = torch.device(DEVICE_TYPE, index) if index >= 0 else torch.device(DEVICE_TYPE)
     dtype = TORCH_DTYPES[static.dtype]
     q, o = (
@@ -180,7 +183,7 @@ def _launch_once(chosen: Dispatcher, variant: Variant, index: int) -> None:
     )
     k, v = q[:, :, :1], o.new_zeros(1, 1, 1, static.head_dim_v)
     lse = [torch.zeros(1, static.gqa_ratio, 1, device=device)] if static.return_lse else []
-    chosen.kernel(variant)(q, k, v, o, *lse, 1.0, chosen.device.sm_count)
+    kernel(q, k, v, o, *lse, 1.0, num_sms)
 
 
 # --- the slow path ----------------------------------------------------------------------------------------------------

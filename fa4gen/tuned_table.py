@@ -36,8 +36,10 @@ from pydantic import (
     field_validator,
 )
 
+import fa4gen
 from fa4gen import feasibility, knobs
 from fa4gen.arch import ARCHS, Arch
+from fa4gen.artifact_cache import toolchain_versions
 from fa4gen.config import FAMILIES, FlashFwdSm90Config, config_from_dict, config_to_dict, get_family
 from fa4gen.errors import Fa4genError, TableError, UnsupportedProblem, UsageError
 from fa4gen.measure.base import Source
@@ -75,7 +77,6 @@ COVERED_OCTAVES = 1.0
 # Beyond this many tiles an SM the last wave costs less than 1/16: more tiles change nothing that a config could use.
 _MAX_TILES_PER_SM = 16
 _TILE_ROWS = 128
-_DISTRIBUTIONS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -128,7 +129,6 @@ class Provenance(_Model):
         cls, *, measurer: str, device: str, samples: int, driver: str | None = None, clock_mhz: float | None = None
     ) -> Provenance:
         """Provenance of a measurement taken by this installation at this moment."""
-        installed = {name: _version(name) for name in _DISTRIBUTIONS}
         return cls(
             measurer=measurer,
             device=device,
@@ -136,8 +136,8 @@ class Provenance(_Model):
             clock_mhz=clock_mhz,
             samples=samples,
             date=datetime.now(timezone.utc),
-            fa4gen=_version("fa4gen") or "unknown",
-            versions={name: version for name, version in installed.items() if version},
+            fa4gen=fa4gen.__version__,
+            versions=toolchain_versions() | {"torch": metadata.version("torch")},
         )
 
 
@@ -189,13 +189,6 @@ class Row(_Model):
     @property
     def _rank(self) -> tuple[bool, datetime]:
         return self.source is Source.MEASURED, self.provenance.date
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------

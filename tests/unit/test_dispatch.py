@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,15 @@ class FakeKernels:
 
     def __init__(self) -> None:
         self.built: list[Variant] = []
-        self.compiled_ahead: list[Variant] = []
+        self.ahead: list[Variant] = []
         self.launches = 0
         self.seconds = 0.0
         self.num_sms: set[int] = set()
 
-    def build(self, variant: Variant) -> Callable[..., None]:
+    def build(self, variant: Variant, at_call_time: bool) -> Callable[..., None]:
         self.built.append(variant)
+        if not at_call_time:
+            self.ahead.append(variant)
         time.sleep(self.seconds)
 
         def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, *rest: Any) -> None:
@@ -64,9 +66,6 @@ class FakeKernels:
             reference(q, k, v, o, lse[0] if lse else None, scale, static.causal)
 
         return launch
-
-    def compile_ahead(self, variants: Sequence[Variant]) -> None:
-        self.compiled_ahead += variants
 
 
 def reference(
@@ -106,7 +105,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeKernel
 def use_rows(kernels: FakeKernels, *rows: Row) -> None:
     tables = TunedTables(H200.key, ((TunedTable(H200.key, rows), None),))
     interface._plans.clear()
-    dispatch._dispatchers[-1] = Dispatcher(H200, tables, kernels.build, kernels.compile_ahead)
+    dispatch._dispatchers[-1] = Dispatcher(H200, tables, kernels.build)
 
 
 def tuned(problem: str, **knobs: Any) -> Row:
@@ -279,7 +278,7 @@ def test_a_kernels_own_error_is_not_hidden(fake: FakeKernels) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("CUDA error: misaligned address")
 
-    dispatch._dispatchers[-1]._build = lambda variant: broken
+    dispatch._dispatchers[-1]._build = lambda variant, at_call_time: broken
     with pytest.raises(RuntimeError, match="CUDA error"):
         fa4gen.attention(*tensors())
 
@@ -298,7 +297,7 @@ def test_tuned_row_is_what_runs(fake: FakeKernels) -> None:
 def test_warmup_with_tensors_then_calls_only_launch(fake: FakeKernels) -> None:
     q, k, v = tensors(hk=2)
     fa4gen.warmup(q, k, v, causal=True, return_lse=True)
-    assert len(fake.built) == 1 and fake.compiled_ahead == fake.built
+    assert len(fake.built) == 1 and fake.ahead == fake.built
     assert fake.launches == 1, "a fresh kernel is launched once so that its code is on the device"
     fa4gen.attention(q, k, v, causal=True, return_lse=True)
     fa4gen.warmup(q, k, v, causal=True, return_lse=True)
@@ -338,10 +337,10 @@ def test_warm_call_does_not_wait_for_a_compile(fake: FakeKernels) -> None:
     started = threading.Event()
     release = threading.Event()
 
-    def slow(variant: Variant) -> Callable[..., None]:
+    def slow(variant: Variant, at_call_time: bool) -> Callable[..., None]:
         started.set()
         assert release.wait(10)
-        return fake.build(variant)
+        return fake.build(variant, at_call_time)
 
     dispatch._dispatchers[-1]._build = slow
     with ThreadPoolExecutor(1) as pool:
@@ -356,7 +355,7 @@ def test_warm_call_does_not_wait_for_a_compile(fake: FakeKernels) -> None:
 def test_failed_build_is_not_remembered(fake: FakeKernels) -> None:
     chosen = dispatch._dispatchers[-1]
 
-    def refuse(variant: Variant) -> Callable[..., None]:
+    def refuse(variant: Variant, at_call_time: bool) -> Callable[..., None]:
         raise CompileError("no")
 
     chosen._build = refuse
@@ -375,9 +374,9 @@ class FakeCache:
         return self.artifact
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("cached", "at_call_time"), [(True, True), (False, True), (False, False)])
 def test_compile_at_call_time_is_never_silent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cached: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cached: bool, at_call_time: bool
 ) -> None:
     problem = AttentionProblem.parse("b=1 h=1 s=1 d=64")
     variant = Variant.of("sm_90a", problem, FlashFwdSm90Config.default(problem))
@@ -385,9 +384,9 @@ def test_compile_at_call_time_is_never_silent(
     monkeypatch.setattr("fa4gen.compile.compile_variant", lambda variant, cache: "compiled")
     monkeypatch.setattr("fa4gen.compile.load_kernel", lambda artifact: artifact)
     with caplog.at_level(logging.INFO, logger="fa4gen"):
-        assert dispatch.build_kernel(variant) == ("hit" if cached else "compiled")
+        assert dispatch.build_kernel(variant, at_call_time) == ("hit" if cached else "compiled")
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == (not cached)
+    assert len(warnings) == (at_call_time and not cached)
     assert all(variant.name in text and " s;" in text for text in warnings)
 
 
@@ -396,7 +395,7 @@ def test_loading_under_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     problem = AttentionProblem.parse("b=1 h=1 s=1 d=64")
     with pytest.raises(UsageError, match=r"fa4gen\.warmup"):
-        dispatch.build_kernel(Variant.of("sm_90a", problem, FlashFwdSm90Config.default(problem)))
+        dispatch.build_kernel(Variant.of("sm_90a", problem, FlashFwdSm90Config.default(problem)), True)
 
 
 # --- misses -----------------------------------------------------------------------------------------------------------
