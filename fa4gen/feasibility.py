@@ -16,6 +16,8 @@ MAX_EXPONENT = {"bf16": 127, "fp16": 15}
 # Registers of a MMA thread beside S, O and P: pipeline states, descriptors, row statistics, addresses. Measured:
 # ptxas spills or serialises WGMMA in nearly every config that leaves fewer.
 WORKING_REGISTERS = 28
+# Registers that ptxas wants beside the accumulator of a single wgmma, out of what the launch gives a thread (C7602).
+WGMMA_REGISTERS = 26
 MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 
@@ -57,13 +59,15 @@ def mma_registers(config: FlashFwdSm90Config, arch: Arch) -> int:
 
 
 def smem_bytes(static: StaticProblem, config: FlashFwdSm90Config) -> int:
-    """Dynamic shared memory of a CTA in bytes: Q slabs (reused for O), K/V ring, P, barriers, 1 KB alignments."""
+    """Dynamic shared memory of a CTA in bytes: barriers, Q slabs (reused for O), K and V rings, P; 1 KB aligned each."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
+    barriers = (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
     q_or_o = config.tile_m * max(head_dim, head_dim_v) * size
-    ring = config.kv_stages * config.tile_n * (head_dim + head_dim_v) * size
+    k = config.kv_stages * config.tile_n * head_dim * size
+    v = config.kv_stages * config.tile_n * head_dim_v * size
     p = 0 if config.mma_pv_is_rs else config.tile_m * config.tile_n * size
-    return 1024 + q_or_o + ring + p  # the barriers fill less than the first 1 KB
+    return sum(-(-part // 1024) * 1024 for part in (barriers, q_or_o, k, v, p))
 
 
 def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
@@ -136,11 +140,20 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
     scores = config.tile_n // 2
     # P, half as wide, lives beside S unless it goes out through shared memory.
     probabilities = config.tile_n // 4 if config.mma_pv_is_rs else 0
-    needed = scores + probabilities + padded(problem.head_dim_v) // 2 + WORKING_REGISTERS
+    output = padded(problem.head_dim_v) // 2
+    needed = scores + probabilities + output + WORKING_REGISTERS
     if needed > available:
         yield Rejection(
             "registers",
             f"S, P, O and {WORKING_REGISTERS} working registers need {needed} a thread, "
             f"an MMA warpgroup of this split has {available}",
             {"needed": needed, "available": available},
+        )
+    at_launch = launch_registers(128 * (config.tile_m // 64 + 1), arch)
+    one_wgmma = max(scores, output) + WGMMA_REGISTERS
+    if one_wgmma > at_launch:
+        yield Rejection(
+            "wgmma_registers",
+            f"one WGMMA needs {one_wgmma} registers a thread, {config.tile_m // 64 + 1} warpgroups launch with {at_launch}",
+            {"needed": one_wgmma, "available": at_launch},
         )

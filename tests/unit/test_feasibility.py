@@ -60,6 +60,7 @@ def test_rejection_names_the_rule_and_the_numbers():
         ("h=2 s=64 d=64", {"cluster_m": 2, "tile_order": "longest_first"}, "cluster"),
         ("h=2 s=64 d=64", {"producer_regs": 30}, "producer_regs"),
         ("h=2 s=64 d=128", {"tile_m": 192, "tile_n": 128}, "registers"),
+        ("h=2 s=64 d=8", {"tile_m": 192, "tile_n": 224, "mma_pv_is_rs": False}, "wgmma_registers"),
         ("h=2 s=64 d=64 dtype=fp16", {"rescale_threshold": 12.0}, "rescale_threshold"),
         ("h=2 s=64 d=64", {"rescale_threshold": -1.0}, "rescale_threshold"),
         ("h=2 s=64 d=64", {"exp2_poly_fraction": 1.5}, "exp2_poly_fraction"),
