@@ -94,14 +94,13 @@ class _Selection:
         return Variant.of(self.device.arch.name, self.problem, self.config)
 
 
-def _select(text: str, device_name: str | None, table: Path | None, settings: list[str] | None) -> _Selection:
+def _select(text: str, device: Device, table: Path | None, settings: list[str] | None) -> _Selection:
     """What would run for a problem, with ``settings`` on top.
 
     Raises:
-        UsageError: a bad problem, device, table or knob; a config that cannot run.
+        UsageError: a bad problem, table or knob; a config that cannot run.
     """
     problem = AttentionProblem.parse(text)
-    device = _device(device_name)
     resolution = _tables(device, table).lookup(problem)
     config = resolution.config
     if settings:
@@ -171,7 +170,7 @@ def render(
     """Prints the source of the kernel that would run for PROBLEM."""
     from fa4gen.render import render as render_source
 
-    source = render_source(_select(problem, device, table, settings).variant)
+    source = render_source(_select(problem, _device(device), table, settings).variant)
     if output is None:
         typer.echo(source, nl=False)
     else:
@@ -186,7 +185,7 @@ def compile_(
     from fa4gen.artifact_cache import ArtifactCache
     from fa4gen.compile import compile_variant
 
-    variant = _select(problem, device, table, settings).variant
+    variant = _select(problem, _device(device), table, settings).variant
     cache = ArtifactCache()
     cached = cache.get(variant)
     artifact = cached or compile_variant(variant, cache)
@@ -214,7 +213,7 @@ def inspect(
     from fa4gen.compile import compile_variant
     from fa4gen.sass import inspect as inspect_cubin
 
-    chosen = _select(problem, device, table, settings)
+    chosen = _select(problem, _device(device), table, settings)
     artifact = compile_variant(chosen.variant)
     report = inspect_cubin(artifact.cubin_path)
     out.print(facts([("variant", artifact.variant_name), *_artifact_facts(artifact)]))
@@ -229,7 +228,7 @@ def inspect(
 @app.command()
 def show(problem: ProblemText, device: DeviceName = None, table: TableFile = None) -> None:
     """What would run for PROBLEM: which row and config, how it was measured, and what bounds it."""
-    chosen = _select(problem, device, table, None)
+    chosen = _select(problem, _device(device), table, None)
     resolution, config = chosen.resolution, chosen.config
     place = f" ({resolution.path})" if resolution.path else ""
     rows: list[tuple[str, Any]] = [
@@ -324,7 +323,7 @@ def explain(problem: ProblemText, device: DeviceName = None, table: TableFile = 
     """Why PROBLEM gets the row that it gets."""
     from fa4gen.tuned_table import category, coordinates
 
-    chosen = _select(problem, device, table, None)
+    chosen = _select(problem, _device(device), table, None)
     names = ("seqlen_q", "seqlen_k", "tiles an SM", "query heads a K/V head")
     places = zip(names, coordinates(chosen.problem, chosen.device.sm_count), strict=True)
     resolution = chosen.resolution
@@ -351,6 +350,28 @@ def misses(clear: Annotated[bool, typer.Option("--clear", help="Forget them.")] 
         dispatch.clear_misses()
     elif found:
         note("fa4gen tune --from-misses tunes them")
+
+
+@app.command()
+def export(
+    problem: Annotated[str | None, typer.Argument(metavar="[PROBLEM]", help="With --source.")] = None,
+    table_out: Annotated[Path | None, typer.Option("--table", help="Write all tuned rows of the device here.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="Write the kernel for PROBLEM here, with all it needs.")
+    ] = None,
+    settings: Settings = None,
+    device: DeviceName = None,
+) -> None:
+    """Takes tuned rows, or one kernel's source, to where fa4gen is not."""
+    from fa4gen.export import export_source, export_table
+
+    if (table_out is None) == (source is None) or (source is None) != (problem is None):
+        raise UsageError("say what to export: --table FILE, or PROBLEM --source FOLDER")
+    if table_out is not None:
+        exported = export_table(_device(device).key, table_out)
+        out.print(f"{table_out}: {len(exported.rows)} rows of {exported.device}")
+    elif source is not None and problem is not None:
+        out.print(f"{export_source(_select(problem, _device(device), None, settings).variant, source)}")
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -207,3 +207,16 @@ def test_help_starts_fast() -> None:
         subprocess.run(command, check=True, capture_output=True)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.6
+
+
+def test_export(table: Path, tmp_path: Path) -> None:
+    fails(2, "no tuned rows for sm_100a-148sm-228kb", "export", "--table", tmp_path / "x.json", "--device", "b200")
+    (tmp_path / "tuned").mkdir()
+    table.rename(tmp_path / "tuned" / f"{H200.key}.json")
+    result = run("export", "--table", tmp_path / "x.json", "--device", "h200")
+    assert f"rows of {H200.key}" in result.stdout
+    assert make_row().problem in [row.problem for row in TunedTable.load(tmp_path / "x.json").rows]
+    result = run("export", PROBLEM, "--source", tmp_path / "kernel", "--device", "h200")
+    assert "tile_n: 96" in Path(result.stdout.strip()).read_text()
+    for arguments in ((), (PROBLEM,), ("--source", tmp_path), (PROBLEM, "--source", tmp_path, "--table", table)):
+        fails(2, "say what to export", "export", *arguments)

@@ -20,13 +20,13 @@ LAYERS = (
     ("problem", "arch", "config", "variant"),
     ("feasibility", "bound", "search_space"),
     ("render", "artifact_cache", "compile", "sass"),
-    ("accuracy", "measure"),
+    ("accuracy", "emulator", "measure"),
     ("tune",),
     ("tuned_table",),
     ("dispatch",),
     ("interface",),
-    ("export", "peers"),
-    ("cli",),
+    ("export", "bench", "peers"),
+    ("cli", "console", "doctor"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("tune", "tuned_table")}  # the search returns rows
