@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -226,6 +227,37 @@ def inspect(
 
 
 @app.command()
+def verify(
+    problem: ProblemText,
+    settings: Settings = None,
+    table: TableFile = None,
+    gpu: Annotated[int, typer.Option("--gpu", help="CUDA device index.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
+) -> None:
+    """Runs the kernel for PROBLEM on the GPU, on ordinary and on hostile inputs, against a float64 reference."""
+    from fa4gen.accuracy import KINDS
+    from fa4gen.compile import compile_variant
+    from fa4gen.measure.base import Failure
+    from fa4gen.measure.cuda import CudaMeasurer
+
+    rows, wrong = [], False
+    with contextlib.closing(CudaMeasurer(gpu)) as measurer:
+        chosen = _select(problem, measurer.device, table, settings)
+        artifact = compile_variant(chosen.variant)
+        for kind in KINDS:
+            report = measurer.verify(chosen.problem, artifact, kind, seed)
+            if isinstance(report, Failure):
+                rows.append((kind, "-", "-", f"{report.kind.value}: {report.message}"))
+                wrong = True
+            else:
+                rows.append((kind, f"{report.relative_error:.1e}", f"{report.worst:.2f}", report.message))
+                wrong = wrong or not report.ok
+    out.print(grid("inputs", "relative error>", "of the limit>", "verdict", rows=rows))
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
 def show(problem: ProblemText, device: DeviceName = None, table: TableFile = None) -> None:
     """What would run for PROBLEM: which row and config, how it was measured, and what bounds it."""
     chosen = _select(problem, _device(device), table, None)
@@ -355,23 +387,30 @@ def misses(clear: Annotated[bool, typer.Option("--clear", help="Forget them.")] 
 @app.command()
 def export(
     problem: Annotated[str | None, typer.Argument(metavar="[PROBLEM]", help="With --source.")] = None,
-    table_out: Annotated[Path | None, typer.Option("--table", help="Write all tuned rows of the device here.")] = None,
-    source: Annotated[
-        Path | None, typer.Option("--source", help="Write the kernel for PROBLEM here, with all it needs.")
-    ] = None,
+    table: Annotated[Path | None, typer.Option("--table", help="Write all tuned rows of the device here.")] = None,
+    source: Annotated[Path | None, typer.Option("--source", help="Write PROBLEM's kernel as one file here.")] = None,
+    aot: Annotated[Path | None, typer.Option("--aot", help="Compile all tuned rows into a library here.")] = None,
     settings: Settings = None,
     device: DeviceName = None,
 ) -> None:
-    """Takes tuned rows, or one kernel's source, to where fa4gen is not."""
-    from fa4gen.export import export_source, export_table
+    """Takes tuned kernels to where fa4gen is not: as a table, as standalone source, as a compiled library."""
+    from fa4gen import export as exporting
+    from fa4gen.tuned_table import TunedTable
 
-    if (table_out is None) == (source is None) or (source is None) != (problem is None):
-        raise UsageError("say what to export: --table FILE, or PROBLEM --source FOLDER")
-    if table_out is not None:
-        exported = export_table(_device(device).key, table_out)
-        out.print(f"{table_out}: {len(exported.rows)} rows of {exported.device}")
+    if [table, source, aot].count(None) != 2 or (source is None) != (problem is None):
+        raise UsageError("say what to export: --table FILE, --aot FOLDER, or PROBLEM --source FILE")
+    chosen_device = _device(device)
+    if table is not None:
+        exported = exporting.export_table(chosen_device.key, table)
+        out.print(f"{table}: {len(exported.rows)} rows of {exported.device}")
+    elif aot is not None:
+        rows = _tables(chosen_device, None).own_rows
+        library = exporting.export_aot(TunedTable(chosen_device.key, tuple(rows)), aot)
+        out.print(f"{library}: {len(rows)} rows of {chosen_device.key}")
     elif source is not None and problem is not None:
-        out.print(f"{export_source(_select(problem, _device(device), None, settings).variant, source)}")
+        text = exporting.export_source(_select(problem, chosen_device, None, settings).variant)
+        source.write_text(text, encoding="utf-8")
+        out.print(f"{source}: runs with CuTe DSL and torch alone")
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ from fa4gen.feasibility import mma_registers, padded
 from fa4gen.resources import resource_dir
 from fa4gen.variant import Variant
 
-__all__ = ["environment", "render"]
+__all__ = ["render"]
 
 ELEMENT_TYPES = {"bf16": "BFloat16", "fp16": "Float16"}
 
 
 @lru_cache(maxsize=1)
-def environment() -> jinja2.Environment:
-    """Loads from ``templates/``; a name that a template misspells is an error."""
+def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(resource_dir("templates")),
         undefined=jinja2.StrictUndefined,
@@ -35,7 +34,7 @@ def render(variant: Variant) -> str:
     """
     static, config = variant.static, variant.config
     packed = config.pack_gqa and static.gqa_ratio > 1
-    template = environment().get_template(variant.family.template)
+    template = _environment().get_template(variant.family.template)
     return template.render(
         asdict(static) | asdict(config),
         name=variant.name,

@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from fa4gen import console
+from fa4gen.accuracy import AccuracyReport
 from fa4gen.arch import get_device
 from fa4gen.bound import bound
 from fa4gen.cli import app
 from fa4gen.config import FlashFwdSm90Config
-from fa4gen.measure.base import Source
+from fa4gen.measure.base import Failure, FailureKind, Source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, RunnerUp, TunedTable
 
@@ -210,13 +212,43 @@ def test_help_starts_fast() -> None:
 
 
 def test_export(table: Path, tmp_path: Path) -> None:
-    fails(2, "no tuned rows for sm_100a-148sm-228kb", "export", "--table", tmp_path / "x.json", "--device", "b200")
     (tmp_path / "tuned").mkdir()
     table.rename(tmp_path / "tuned" / f"{H200.key}.json")
-    result = run("export", "--table", tmp_path / "x.json", "--device", "h200")
-    assert f"rows of {H200.key}" in result.stdout
+    assert f"rows of {H200.key}" in run("export", "--table", tmp_path / "x.json", "--device", "h200").stdout
     assert make_row().problem in [row.problem for row in TunedTable.load(tmp_path / "x.json").rows]
-    result = run("export", PROBLEM, "--source", tmp_path / "kernel", "--device", "h200")
-    assert "tile_n: 96" in Path(result.stdout.strip()).read_text()
+    run("export", PROBLEM, "--source", tmp_path / "kernel.py", "--device", "h200")
+    assert "TILE_N = 96" in (tmp_path / "kernel.py").read_text()
+    fails(2, "no row to export", "export", "--aot", tmp_path / "aot", "--device", "b200")
     for arguments in ((), (PROBLEM,), ("--source", tmp_path), (PROBLEM, "--source", tmp_path, "--table", table)):
         fails(2, "say what to export", "export", *arguments)
+
+
+def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a measurer that stands in for a GPU: one input kind is wrong, one hangs."""
+
+    class FakeMeasurer:
+        device = H200
+
+        def __init__(self, index: int) -> None:
+            assert index == 1
+
+        def verify(self, problem: AttentionProblem, artifact: str, kind: str, seed: int) -> AccuracyReport | Failure:
+            if kind == "strided":
+                return Failure(FailureKind.TIMEOUT, "no answer within 30 s")
+            wrong = kind == "peaked" and problem.head_dim == 64
+            return AccuracyReport(not wrong, "O is wrong" if wrong else "right", 2.0 if wrong else 0.1, 0.0, 1e-3, 64)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("fa4gen.measure.cuda.CudaMeasurer", FakeMeasurer)
+    monkeypatch.setattr("fa4gen.compile.compile_variant", lambda variant: variant.name)
+    result = run("verify", "b=1 h=1 s=64 d=64", "--gpu", "1")
+    assert result.exit_code == 1
+    assert "O is wrong" in result.stdout and "timeout: no answer" in result.stdout and "2.00" in result.stdout
+
+
+def test_verify_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    fails(1, "no CUDA device", "verify", "b=1 h=1 s=64 d=64")
