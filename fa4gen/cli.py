@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -15,7 +16,19 @@ from fa4gen import knobs
 from fa4gen.arch import Device, get_device
 from fa4gen.bound import bound
 from fa4gen.config import FlashFwdSm90Config, config_from_dict, get_family
-from fa4gen.console import bound_table, changes_text, config_text, err, facts, grid, note, out, row_facts, us
+from fa4gen.console import (
+    bench_table,
+    bound_table,
+    changes_text,
+    config_text,
+    err,
+    facts,
+    grid,
+    note,
+    out,
+    row_facts,
+    us,
+)
 from fa4gen.errors import CompileError, Fa4genError, InfeasibleConfig, NoDeviceError, UsageError
 from fa4gen.feasibility import can_implement
 from fa4gen.problem import AttentionProblem
@@ -65,6 +78,8 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Overrides a knob of the config. Repeatable.")
 ]
 TableFile = Annotated[Path | None, typer.Option("--table", help="Look up here, not in the user's and shipped tables.")]
+
+Gpu = Annotated[int, typer.Option("--gpu", help="CUDA device index.")]
 
 
 @app.callback()
@@ -231,7 +246,7 @@ def verify(
     problem: ProblemText,
     settings: Settings = None,
     table: TableFile = None,
-    gpu: Annotated[int, typer.Option("--gpu", help="CUDA device index.")] = 0,
+    gpu: Gpu = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
 ) -> None:
     """Runs the kernel for PROBLEM on the GPU, on ordinary and on hostile inputs, against a float64 reference."""
@@ -277,6 +292,40 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
     out.print(bound_table(limits))
     if not resolution.covered:
         note(f'not tuned: fa4gen tune --problem "{chosen.problem}"')
+
+
+@app.command()
+def bench(
+    problems: Annotated[list[str], typer.Argument(metavar="PROBLEM...")],
+    peers: Annotated[str, typer.Option(help="Comma-separated names, all, or none.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of random order.")] = 20,
+    gpu: Gpu = 0,
+    host: Annotated[bool, typer.Option("--host", help="Also the host cost of a call, beside torch SDPA.")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all samples to a file.")] = None,
+) -> None:
+    """Times fa4gen.attention beside its peers, interleaved in one process."""
+    from fa4gen.bench import bench as run_bench
+    from fa4gen.bench import host_cost
+    from fa4gen.measure.cuda import current_device
+    from fa4gen.measure.peers import get_peers
+
+    parsed, contestants = [AttentionProblem.parse(text) for text in problems], get_peers(peers)
+    current_device(gpu)
+    results = []
+    for problem in parsed:
+        result = run_bench(problem, contestants, device_index=gpu, rounds=rounds)
+        results.append(result.to_dict())
+        out.print(bench_table(result))
+    if host:
+        cost = host_cost(device_index=gpu)
+        low, high = cost.ratio_interval
+        out.print(
+            f"host cost of a call ({cost.problem}): {us(cost.ours_us)}, torch SDPA {us(cost.torch_us)}, "
+            f"ratio {cost.ratio:.2f} [{low:.2f}, {high:.2f}]"
+        )
+        results.append(asdict(cost))
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -18,9 +18,22 @@ from fa4gen.config import FlashFwdSm90Config
 from fa4gen.problem import AttentionProblem
 
 if TYPE_CHECKING:
+    from fa4gen.bench import BenchResult
     from fa4gen.tuned_table import Row
 
-__all__ = ["bound_table", "config_text", "efficiency", "err", "facts", "grid", "note", "out", "row_facts", "us"]
+__all__ = [
+    "bench_table",
+    "bound_table",
+    "config_text",
+    "efficiency",
+    "err",
+    "facts",
+    "grid",
+    "note",
+    "out",
+    "row_facts",
+    "us",
+]
 
 # Piped output is for other programs and logs: paths must not be broken over lines.
 _WIDTH = None if sys.stdout.isatty() else 200
@@ -125,6 +138,24 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
         changes = changes_text(row.runner_up.config, default)
         found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
     return [*found, ("bounded by", efficiency(row, device))]
+
+
+def bench_table(result: BenchResult) -> Group:
+    """Contestants by time, ours marked; those that did not run or are wrong say why."""
+    ran = sorted((e for e in result.entries if e.median_us is not None), key=lambda entry: entry.median_us or 0.0)
+    rows = []
+    for entry in [*ran, *(e for e in result.entries if e.median_us is None)]:
+        name = Text(f"{entry.title} {entry.version}".strip(), style="bold green" if entry is result.entries[0] else "")
+        if entry.median_us is None or entry.interval_us is None:
+            rows.append((name, "-", "", "-", "", "", entry.note))
+            continue
+        interval = f"[{us(entry.interval_us[0])}, {us(entry.interval_us[1])}]"
+        against = f"{entry.speedup:.3f}" if entry.speedup else ""
+        between = "[{:.3f}, {:.3f}]".format(*entry.speedup_interval) if entry.speedup_interval else ""
+        rows.append((name, us(entry.median_us), interval, f"{entry.tflops:.0f}", against, between, entry.note))
+    columns = ("kernel", "median>", "95 % interval", "TFLOP/s>", "time over ours>", "95 % interval", "")
+    head = Text(f"{result.problem} on {result.device}; ours by {result.reason}", style="bold")
+    return Group(head, grid(*columns, rows=rows), "")
 
 
 def tflops(problem: AttentionProblem, microseconds: float) -> str:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from fa4gen import console
 from fa4gen.accuracy import AccuracyReport
 from fa4gen.arch import get_device
+from fa4gen.bench import BenchResult, Entry
 from fa4gen.bound import bound
 from fa4gen.cli import app
 from fa4gen.config import FlashFwdSm90Config
@@ -252,3 +253,21 @@ def test_verify_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     fails(1, "no CUDA device", "verify", "b=1 h=1 s=64 d=64")
+
+
+def test_bench_table_marks_who_did_not_run_or_is_wrong() -> None:
+    ours = Entry("fa4gen", "fa4gen", samples_us=(100.0,), median_us=100.0, interval_us=(99.0, 101.0), tflops=650.0)
+    slow = replace(ours, name="fa2", title="flash", median_us=180.0, speedup=1.8, speedup_interval=(1.79, 1.81))
+    wrong = replace(slow, name="x", title="other", median_us=90.0, speedup=0.9, note="O is wrong")
+    absent = Entry("fa3", "FlashAttention-3", note="not installed")
+    with console.out.capture() as captured:
+        console.out.print(console.bench_table(BenchResult(PROBLEM, "NVIDIA H200", "row", (ours, slow, absent, wrong))))
+    lines = captured.get().splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["other", "fa4gen", "flash", "FlashAttention-3"]
+    assert "O is wrong" in lines[2] and "1.800" in lines[4] and "[1.790, 1.810]" in lines[4]
+    assert "not installed" in lines[5]
+
+
+def test_bench_refuses_bad_input_before_it_starts() -> None:
+    fails(2, "unknown peer 'fa9'", "bench", PROBLEM, "--peers", "fa9")
+    fails(2, "unknown word", "bench", PROBLEM, "bogus", "--peers", "none")

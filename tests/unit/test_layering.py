@@ -25,12 +25,12 @@ LAYERS = (
     ("tuned_table",),
     ("dispatch",),
     ("interface",),
-    ("export", "bench", "peers"),
+    ("export", "bench"),
     ("cli", "console", "doctor"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("tune", "tuned_table")}  # the search returns rows
-CUDA = {"measure/cuda.py", "dispatch.py", "interface.py", "peers.py"}
+CUDA = {"measure/cuda.py", "measure/peers.py", "dispatch.py", "interface.py", "bench.py"}
 # Imported by rendered kernels, besides each other, and by nobody else on the host.
 BLOCKS = "blocks"
 
