@@ -517,6 +517,12 @@ class TunedTables:
                 tables.append((table, path))
         return cls(device, tables)
 
+    @property
+    def own_rows(self) -> list[Row]:
+        """The rows of this very device, one a problem."""
+        candidates = (candidate for found in self._rows.values() for candidate in found)
+        return [candidate.row for candidate in candidates if candidate.table.device == self.device]
+
     def lookup(self, problem: AttentionProblem) -> Resolution:
         """The config for ``problem``: the nearest feasible row of its category, else the family's default.
 
