@@ -16,6 +16,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ __all__ = ["CompilePool", "compile_source", "compile_variant", "load_kernel"]
 
 # Tracing keeps its state in module globals: one compile at a time in a process.
 _COMPILING = threading.Lock()
-# A worker grows by 2 MB a compile; a fresh one takes 1 s to start.
+# The DSL never frees a compile's MLIR context: 2 MB and a file descriptor each. A fresh worker takes 1 s to start.
 _COMPILES_PER_WORKER = 100
 
 
@@ -101,32 +102,34 @@ def _compile_file(path: Path, source: KernelSource) -> CompileReport:
     clock = _Phases()
     dump = path.with_name("dump")
     dump.mkdir()
-    remarks = dump / "remarks.yaml"
-    options = (
-        cute.EnableTVMFFI(True),
-        cute.GPUArch(source.arch),
-        cute.OptLevel(source.opt_level),
-        cute.KeepPTX(True),
-        cute.KeepCUBIN(True),
-        DumpDir(str(dump)),
-        # The ptxas log and the shared-memory size as YAML. "--remarks{ptx}" prints the log as well, but it also tracks
-        # the source line of every operation, which makes tracing half as long again.
-        cute.RemarkOutput(str(remarks)),
-        cute.PtxasOptions("-v"),
-        ExtraCompilerOpts("diagnostic=ptx"),
-    )
-    with _imported(path, source) as module:
-        arguments = module.fake_arguments()
-        clock.lap("import")
-        compiled = cute.compile[options](module.entry, *arguments, trace_finalize_hooks=lambda *_: clock.lap("trace"))
-        clock.lap("passes")
+    with _memory_file() as (remarks, read_remarks):
+        options = (
+            cute.EnableTVMFFI(True),
+            cute.GPUArch(source.arch),
+            cute.OptLevel(source.opt_level),
+            cute.KeepPTX(True),
+            cute.KeepCUBIN(True),
+            DumpDir(str(dump)),
+            # The ptxas log and the shared-memory size as YAML. "--remarks{ptx}" prints the log as well, but it also
+            # tracks the source line of every operation, which makes a compile half as long again.
+            cute.RemarkOutput(remarks),
+            cute.PtxasOptions("-v"),
+            ExtraCompilerOpts("diagnostic=ptx"),
+        )
+        with _imported(path, source) as module:
+            arguments = module.fake_arguments()
+            clock.lap("import")
+            compiled = cute.compile[options](
+                module.entry, *arguments, trace_finalize_hooks=lambda *_: clock.lap("trace")
+            )
+            clock.lap("passes")
+        statistics = parse_remarks(read_remarks())
     compiled.export_to_c(str(path.with_name("kernel.o")), function_name=source.name)
     clock.lap("export")
     _only(dump, "*.ptx").replace(path.with_name("kernel.ptx"))
     _only(dump, "*.cubin").replace(path.with_name("kernel.cubin"))
-    _check_whole(path.parent)
-    statistics = parse_remarks(remarks.read_text(encoding="utf-8"))
     shutil.rmtree(dump)
+    _check_whole(path.parent)
     if statistics["smem_bytes"] > smem_limit:  # the DSL exports it all the same, and the launch fails
         raise CompileError(
             f"it needs {statistics['smem_bytes']} B of shared memory a CTA, {source.arch} has {smem_limit}"
@@ -182,6 +185,17 @@ def _imported(path: Path, source: KernelSource) -> Iterator[Any]:
         del sys.modules[module.__name__]
 
 
+@contextlib.contextmanager
+def _memory_file() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Path of a file in memory, and a function that reads it. The remark file is one because LLVM ends the process at
+    exit, with status 1, if the disk is too full to flush it."""
+    descriptor = os.memfd_create("remarks")
+    try:
+        yield f"/proc/self/fd/{descriptor}", lambda: os.pread(descriptor, 1 << 24, 0).decode()
+    finally:
+        os.close(descriptor)
+
+
 def _only(directory: Path, pattern: str) -> Path:
     found = list(directory.glob(pattern))
     if len(found) != 1:
@@ -215,9 +229,7 @@ class CompilePool:
         self._idle: deque[_Worker] = deque()
         self._workers: set[_Worker] = set()
         self._dropped = False
-        # Its threads only wait for workers. They block SIGINT so that the processes they start inherit that:
-        # Ctrl-C reaches the whole terminal, and the decision what to do is this process's alone.
-        self._threads = ThreadPoolExecutor(workers or knobs.compile_workers(), "compile", initializer=_block_sigint)
+        self._threads = ThreadPoolExecutor(workers or knobs.compile_workers(), "compile")  # they wait for workers
 
     def submit(self, variant: Variant) -> Future[Artifact]:
         """Starts compiling ``variant`` unless it is in the cache. ``result()`` raises CompileError."""
@@ -276,6 +288,10 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a fork would inherit the caller's threads and CUDA context
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="fa4gen-compile", daemon=True)
+        # Ctrl-C reaches every process of the terminal, and what to do about it is for the main thread to say: a worker
+        # inherits this thread's blocked SIGINT. (The tracker comes first because starting it unblocks SIGINT.)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
         theirs.close()
         self.compiles = 0
@@ -305,10 +321,6 @@ class _Worker:
         self._process.kill()
         self._process.join()
         self._connection.close()
-
-
-def _block_sigint() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _serve(connection: Connection) -> None:
