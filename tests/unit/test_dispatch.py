@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fa4gen
-from fa4gen import dispatch, interface
+from fa4gen import accuracy, dispatch, interface
 from fa4gen.arch import get_device
 from fa4gen.config import FlashFwdSm90Config
 from fa4gen.dispatch import Dispatcher
@@ -77,15 +77,11 @@ def reference(
     scale: float,
     causal: bool,
 ) -> None:
-    ratio = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(ratio, dim=2).float() for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k) * scale
-    if causal:
-        rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
-        scores.masked_fill_(columns > rows + k.shape[1] - q.shape[1], -math.inf)
-    sums = scores.logsumexp(-1)
-    p = (scores - sums[..., None]).exp().nan_to_num(0.0)
-    o.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
+    problem = AttentionProblem(
+        q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], v.shape[3], causal=causal
+    )
+    out, sums = accuracy.reference(q, k, v, problem, scale)
+    o.copy_(out)
     if lse is not None:
         lse.copy_(sums)
 
