@@ -23,7 +23,7 @@ from fa4gen import accuracy, dispatch, interface
 from fa4gen.arch import get_device
 from fa4gen.config import FlashFwdSm90Config
 from fa4gen.dispatch import Dispatcher
-from fa4gen.errors import CompileError, UnsupportedProblem, UsageError
+from fa4gen.errors import CompileError, TableError, UnsupportedProblem, UsageError
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, TunedTable, TunedTables
 from fa4gen.variant import Variant
@@ -288,6 +288,23 @@ def test_tuned_row_is_what_runs(fake: FakeKernels) -> None:
     fa4gen.attention(*tensors(sq=1024, sk=1024), causal=True)
     assert [v.config.tile_n for v in fake.built] == [96, 80]
     assert fa4gen.misses() == []
+
+
+def test_corrupt_user_table_is_one_clear_error(
+    fake: FakeKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "tuned" / f"{H200.key}.json"
+    path.parent.mkdir()
+    path.write_text('{"schema_version": 1,')
+    monkeypatch.setenv("FA4GEN_TUNED_DIR", str(path.parent))
+    monkeypatch.setattr("fa4gen.measure.cuda.current_device", lambda index: H200)
+    dispatch._dispatchers.clear()
+    for _ in range(2):
+        with pytest.raises(TableError, match=f"{path.name} is not valid JSON"):
+            fa4gen.attention(*tensors())
+    path.unlink()
+    monkeypatch.setattr(dispatch.Dispatcher.__init__, "__defaults__", (fake.build,))
+    assert fa4gen.attention(*tensors()).shape == (2, 16, 4, 64), "once the file is gone the next call works"
 
 
 def test_warmup_with_tensors_then_calls_only_launch(fake: FakeKernels) -> None:
