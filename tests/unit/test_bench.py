@@ -17,6 +17,7 @@ from fa4gen.measure.cuda import Timing
 from fa4gen.measure.peers import PEERS, Peer, PeerAbsent, get_peers
 from fa4gen.problem import AttentionProblem
 
+torch.set_num_threads(1)
 PROBLEM = AttentionProblem.parse("b=1 h=2 s=96 d=32 causal")
 
 

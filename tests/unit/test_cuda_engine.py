@@ -16,6 +16,7 @@ from fa4gen.measure.base import Failure, FailureKind, Measurement
 from fa4gen.measure.worker import EngineFault
 from fa4gen.problem import AttentionProblem
 
+torch.set_num_threads(1)
 PROBLEM = AttentionProblem.parse("b=1 h=2 hk=1 s=128 d=32 causal lse")
 
 
