@@ -187,8 +187,10 @@ def _imported(path: Path, source: KernelSource) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _memory_file() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Path of a file in memory, and a function that reads it. The remark file is one because LLVM ends the process at
-    exit, with status 1, if the disk is too full to flush it."""
+    """Path of a file in memory, and a function that reads it.
+
+    For the remarks: LLVM ends the process with status 1 if, at exit, the disk is too full to flush them.
+    """
     descriptor = os.memfd_create("remarks")
     try:
         yield f"/proc/self/fd/{descriptor}", lambda: os.pread(descriptor, 1 << 24, 0).decode()
@@ -241,8 +243,14 @@ class CompilePool:
 
     def close(self, *, drop: bool = False) -> None:
         """Ends the workers: after everything submitted is done, or with ``drop`` at once. Safe to call twice."""
-        self._dropped = drop
-        self._threads.shutdown(wait=not drop, cancel_futures=drop)
+        if not drop:
+            try:
+                self._threads.shutdown()
+            except KeyboardInterrupt:
+                self.close(drop=True)
+                raise
+        self._dropped = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):
             worker.kill()
         self._threads.shutdown(wait=True)
@@ -269,11 +277,12 @@ class CompilePool:
 
     def _take(self) -> _Worker:
         """An idle worker, or a new one: there are as many threads as there may be workers."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                return worker
-            self._workers.discard(worker)  # killed while idle: nobody's compile failed
+        with contextlib.suppress(IndexError):  # none is idle
+            while True:
+                worker = self._idle.pop()
+                if worker.alive:
+                    return worker
+                self._workers.discard(worker)  # killed while idle: nobody's compile failed
         worker = _Worker()
         self._workers.add(worker)
         if self._dropped:  # close() may have looked at the set already

@@ -221,7 +221,8 @@ def test_an_exception_drops_what_is_pending(cache: ArtifactCache) -> None:
     assert not pool._workers or not any(worker.alive for worker in pool._workers)
 
 
-def test_ctrl_c_ends_all_processes_quietly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", ["futures[0].result()", "pass"], ids=["in the block", "on leaving it"])
+def test_ctrl_c_ends_all_processes_quietly(tmp_path: Path, body: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"""
@@ -230,13 +231,13 @@ from fa4gen.artifact_cache import ArtifactCache, KernelSource
 from fa4gen.compile import CompilePool
 
 if __name__ == "__main__":
-    with CompilePool(2, ArtifactCache(Path({str(tmp_path / "store")!r}))) as pool:
-        sleep = "import time; time.sleep(600)"
-        futures = [pool.submit_source(KernelSource(f"sleeper{{i}}", "sm_90a", sleep)) for i in range(4)]
-        try:
-            futures[0].result()
-        except KeyboardInterrupt:
-            raise SystemExit(130)
+    sleep = "import time; time.sleep(600)"
+    try:
+        with CompilePool(2, ArtifactCache(Path({str(tmp_path / "store")!r}))) as pool:
+            futures = [pool.submit_source(KernelSource(f"sleeper{{i}}", "sm_90a", sleep)) for i in range(4)]
+            {body}
+    except KeyboardInterrupt:
+        raise SystemExit(130)
 """
     )
     environment = os.environ | {"PYTHONPATH": str(Path(fa4gen_compile.__file__).parents[1])}
