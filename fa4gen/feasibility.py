@@ -23,7 +23,7 @@ MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a config cannot run. ``rule`` is a stable identifier, ``message`` a sentence, ``numbers`` what it compared."""
+    """Why a config cannot run. ``rule`` is a stable identifier, ``message`` a sentence, ``numbers`` what was compared."""
 
     rule: str
     message: str
@@ -59,7 +59,7 @@ def mma_registers(config: FlashFwdSm90Config, arch: Arch) -> int:
 
 
 def smem_bytes(static: StaticProblem, config: FlashFwdSm90Config) -> int:
-    """Dynamic shared memory of a CTA in bytes: barriers, Q slabs (reused for O), K and V rings, P; 1 KB aligned each."""
+    """Dynamic shared memory of a CTA, bytes: barriers, Q slabs (reused for O), K and V rings, P; each 1 KB aligned."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
     barriers = (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
@@ -154,6 +154,7 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
     if one_wgmma > at_launch:
         yield Rejection(
             "wgmma_registers",
-            f"one WGMMA needs {one_wgmma} registers a thread, {config.tile_m // 64 + 1} warpgroups launch with {at_launch}",
+            f"one WGMMA needs {one_wgmma} registers a thread; a launch of {config.tile_m // 64 + 1} warpgroups "
+            f"has {at_launch}",
             {"needed": one_wgmma, "available": at_launch},
         )

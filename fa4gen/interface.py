@@ -1,8 +1,8 @@
 """Attention on torch tensors: validation, allocation, the torch.compile operator.
 
-A call costs one dictionary look-up, the outputs' allocation and the launch. The key holds everything that validation
-reads but pointers, and of k and v the dtype and device: those the compiled function checks itself, so only when it
-refuses is the reason looked for.
+A call costs one dictionary look-up, the outputs' allocation and the launch. The key holds shapes, q's dtype and device
+and the flags. Strides, addresses, dtypes and devices are checked by the compiled function itself at every call (but the
+strides of extent 1, which mean nothing); only when it refuses is the reason looked for.
 """
 
 from __future__ import annotations
@@ -40,16 +40,14 @@ MAX_PLANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a call with given shapes, strides and flags does. Empty strides: nothing to re-stride."""
+    """What a call with given shapes and flags does."""
 
     launch: Kernel
     scale: float
     num_sms: int
     o_shape: tuple[int, ...]
-    o_stride: tuple[int, ...]
+    o_like_q: bool
     lse_shape: tuple[int, ...]
-    lse_stride: tuple[int, ...]
-    in_strides: tuple[tuple[int, ...], ...]
     miss: Miss | None
 
 
@@ -96,15 +94,13 @@ def attention(
     if torch.compiler.is_compiling():
         return _traced(q, k, v, causal, softmax_scale, return_lse, out, lse)
     try:
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            q.dtype, q.get_device(), causal, softmax_scale, return_lse,
-        )  # fmt: skip
+        key = (q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse)
         plan = _plans.get(key)
+        wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
     except (AttributeError, TypeError):
         _validate(q, k, v, causal, softmax_scale, return_lse)  # no tensors, or a flag that cannot be a key
         raise
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+    if wants_grad and torch.is_grad_enabled():
         raise UnsupportedProblem(
             "attention has no backward yet and an input requires grad: detach it, or call under torch.no_grad()"
         )
@@ -113,20 +109,19 @@ def attention(
     if plan.miss is not None:
         plan.miss.calls += 1
     if out is None:
-        out = q.new_empty_strided(plan.o_shape, plan.o_stride)
-    elif out.shape != plan.o_shape or out.stride() != plan.o_stride or out.requires_grad:
+        # empty_like is the cheapest allocation there is, but it keeps the strides of a permuted q.
+        out = torch.empty_like(q) if plan.o_like_q and q.is_contiguous() else q.new_empty(plan.o_shape)
+    elif out.shape != plan.o_shape or not out.is_contiguous() or out.requires_grad:
         _check_output("out", out, plan.o_shape, q)
     outputs: tuple[torch.Tensor, ...] = (out,)
     if return_lse:
         if lse is None:
-            lse = q.new_empty_strided(plan.lse_shape, plan.lse_stride, dtype=torch.float32)
-        elif lse.shape != plan.lse_shape or lse.stride() != plan.lse_stride or lse.requires_grad:
+            lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        elif lse.shape != plan.lse_shape or not lse.is_contiguous() or lse.requires_grad:
             _check_output("lse", lse, plan.lse_shape, q)
         outputs = (out, lse)
     elif lse is not None:
         raise UnsupportedProblem("lse= was given without return_lse=True: set it, or leave lse out")
-    if plan.in_strides:
-        q, k, v = (t.as_strided(t.shape, s) for t, s in zip((q, k, v), plan.in_strides, strict=True))
     try:
         plan.launch(q, k, v, *outputs, plan.scale, plan.num_sms)
     except (TypeError, ValueError, RuntimeError):
@@ -206,16 +201,13 @@ def _make_plan(
         miss = None if resolution.covered else dispatch.record_miss(chosen.device, problem)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    strides = tuple(_launch_strides(t) for t in (q, k, v))
     return _Plan(
         launch=launch,
         scale=float(softmax_scale) if softmax_scale is not None else 1 / math.sqrt(problem.head_dim),
         num_sms=num_sms,
         o_shape=o_shape,
-        o_stride=_contiguous(o_shape),
+        o_like_q=o_shape == tuple(q.shape),
         lse_shape=lse_shape,
-        lse_stride=_contiguous(lse_shape),
-        in_strides=strides if strides != (q.stride(), k.stride(), v.stride()) else (),
         miss=miss,
     )
 
@@ -229,19 +221,6 @@ def _fill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, *r
     o.zero_()
     if len(rest) == 3:
         rest[0].fill_(-math.inf)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(1, extent))
-    return tuple(reversed(strides))
-
-
-def _launch_strides(t: torch.Tensor) -> tuple[int, ...]:
-    """``t``'s strides as a TMA descriptor takes them: those of extent-1 dimensions mean nothing but must be aligned."""
-    own = _contiguous(tuple(t.shape))
-    return tuple(c if n == 1 and s % ALIGN else s for n, s, c in zip(t.shape, t.stride(), own, strict=True))
 
 
 def _validate(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse: Any) -> AttentionProblem:

@@ -33,6 +33,8 @@ def longest_first_tile(tile: Int32, m_blocks: Int32, heads: Int32, batches: Int3
 
 
 @cute.jit
-def section_heads(seqlen_k: Int32, bytes_per_key: cutlass.Constexpr[int], heads_per_kv: cutlass.Constexpr[int]) -> Int32:
+def section_heads(
+    seqlen_k: Int32, bytes_per_key: cutlass.Constexpr[int], heads_per_kv: cutlass.Constexpr[int]
+) -> Int32:
     """Heads whose K and V fit ``L2_SECTION_BYTES``: at least one K/V head with all its query heads."""
     return cutlass.max(Int32(L2_SECTION_BYTES // bytes_per_key) // seqlen_k, Int32(1)) * heads_per_kv

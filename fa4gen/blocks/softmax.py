@@ -140,9 +140,7 @@ def _scale_rows(acc: cute.Tensor, factor: cute.Tensor):
 
 
 @cute.jit
-def normalize_rows(
-    acc: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale_log2: Float32
-):
+def normalize_rows(acc: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
     """acc[r, :] /= row_sum[r], and lse[r] = natural log of the row's sum of exponentials.
 
     A row that saw no key gets 0 and minus infinity. ``row_sum`` holds each lane's own share.

@@ -1,4 +1,4 @@
-"""What can_implement accepts compiles: no spills, no serialised WGMMA, the shared memory and the SASS that it promised."""
+"""What can_implement accepts compiles: no spills, no serialised WGMMA, the shared memory and SASS it promised."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def artifacts(tmp_path_factory):
         return {variant: future.result() for variant, future in futures.items()}
 
 
-@pytest.mark.parametrize(("problem", "config"), PAIRS, ids=[f"{p.static.head_dim}-{i}" for i, (p, _) in enumerate(PAIRS)])
+IDS = [f"d{problem.head_dim}-{i}" for i, (problem, _) in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize(("problem", "config"), PAIRS, ids=IDS)
 def test_accepted_configs_compile_clean(artifacts, problem, config):
     artifact = artifacts[Variant.of("sm_90a", problem, config)]
     meta = artifact.meta

@@ -57,7 +57,11 @@ class FakeKernels:
             for t in (q, k, v, o):
                 if t.dtype != interface.TORCH_DTYPES[static.dtype] or t.device != q.device:
                     raise TypeError(f"Mismatched Tensor dtype or device: {t.dtype}, {t.device}")
-                if t.data_ptr() % 16 or t.stride(3) != 1 or any(s % 8 for s in t.stride()[:3]):
+                if (
+                    t.data_ptr() % 16
+                    or t.stride(3) != 1
+                    or any(s % 8 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True) if n > 1)
+                ):
                     raise ValueError("Misaligned Tensor data")
             if any(t.dtype != torch.float32 for t in lse):
                 raise TypeError("Mismatched Tensor dtype")
@@ -167,11 +171,19 @@ def test_strided_and_expanded_inputs(fake: FakeKernels) -> None:
     assert torch.equal(fa4gen.attention(q, one, one), fa4gen.attention(q, one.contiguous(), one.contiguous()))
 
 
-def test_meaningless_strides_of_extent_one_are_mended(fake: FakeKernels) -> None:
+def test_strides_of_extent_one_mean_nothing(fake: FakeKernels) -> None:
     row = torch.randn(771).to(BF16)
     q, k, v = (row.as_strided((1, 1, 4, 64), (771, 771, 64, 1), i * 256) for i in range(3))
     assert q.contiguous().stride(1) % 8, "a caller cannot mend them with contiguous()"
     assert torch.equal(fa4gen.attention(q, k, v), v)
+
+
+def test_bad_strides_are_refused_on_a_warm_shape(fake: FakeKernels) -> None:
+    q, k, v = tensors(b=2, sq=4, sk=4)
+    fa4gen.attention(q, k, v)
+    wide = torch.zeros(2, 4, 4 * 64 + 4, dtype=BF16)[..., :256].unflatten(2, (4, 64))
+    with pytest.raises(UnsupportedProblem, match="k's strides must be multiples of 8"):
+        fa4gen.attention(q, wide, v)
 
 
 @pytest.mark.parametrize(("b", "sq", "sk"), [(0, 4, 4), (2, 0, 4), (2, 4, 0), (0, 0, 0)])

@@ -16,7 +16,8 @@ D128 = AttentionProblem.parse("b=2 h=16 s=4096 d=128")
 
 
 @pytest.mark.parametrize(
-    ("tile_m", "producer_regs", "expected"), [(64, 24, 240), (128, 24, 240), (192, 32, 160), (192, 40, 152), (256, 24, 112)]
+    ("tile_m", "producer_regs", "expected"),
+    [(64, 24, 240), (128, 24, 240), (192, 32, 160), (192, 40, 152), (256, 24, 112)],
 )
 def test_register_split_never_exceeds_what_the_launch_gave(tile_m, producer_regs, expected):
     config = FlashFwdSm90Config(tile_m=tile_m, producer_regs=producer_regs)

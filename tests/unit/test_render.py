@@ -71,7 +71,12 @@ def test_header_states_name_digest_and_config():
 @pytest.mark.parametrize("text", ["h=4 s=64 d=128", "h=4 s=64 d=128 causal", "h=8 hk=2 s=64 d=192 dv=128 dtype=fp16"])
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"pack_gqa": True}, {"persistent": True, "tile_order": "longest_first"}, {"cluster_m": 2, "persistent": False}],
+    [
+        {},
+        {"pack_gqa": True},
+        {"persistent": True, "tile_order": "longest_first"},
+        {"cluster_m": 2, "persistent": False},
+    ],
 )
 def test_source_is_clean(text, knobs):
     problem = AttentionProblem.parse(text)
