@@ -23,7 +23,7 @@ MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a config cannot run. ``rule`` is a stable identifier, ``message`` a sentence, ``numbers`` what was compared."""
+    """Why a config cannot run. ``rule`` is a stable identifier, ``message`` a sentence, ``numbers`` those compared."""
 
     rule: str
     message: str
