@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa4gen.arch import Arch, Device
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import Config
 from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
@@ -60,7 +60,7 @@ class Bound:
         return self.cycles / self.clock_mhz
 
 
-def tile_cycles(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_v: int) -> TileCycles:
+def tile_cycles(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> TileCycles:
     """Cycles of one (tile_m, tile_n) step: S = QKᵀ, softmax, O += PV, in a 16-bit dtype.
 
     ``mma``: 2·M·N·(d + d_v) FLOPs, head dims padded as tiles hold them.
@@ -92,7 +92,7 @@ def _softmax_slots(packed: float, fraction: float, degree: int) -> float:
     return (1 + 2 * packed + 0.5) + fraction * ((3 + degree) * packed + 3)
 
 
-def _smem_bytes(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_v: int) -> int:
+def _smem_bytes(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> int:
     """Bytes of shared memory that a step reads: every MMA of ``rows`` rows reads its own Q rows, and all of K and V.
 
     sm_90: a warpgroup's WGMMA has 64 rows and up to 256 columns. sm_100: tcgen05 has 128 of each, P lies in TMEM.
@@ -105,7 +105,7 @@ def _smem_bytes(arch: Arch, config: FlashFwdSm90Config, head_dim: int, head_dim_
     return math.ceil(config.tile_m / rows) * elements * 2
 
 
-def steps_per_tile(problem: AttentionProblem, config: FlashFwdSm90Config) -> list[int]:
+def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:
     """K/V steps of each M block of one (batch, head): masked tiles are skipped, those on the diagonal count in full.
 
     With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major.
@@ -122,7 +122,7 @@ def steps_per_tile(problem: AttentionProblem, config: FlashFwdSm90Config) -> lis
     return steps
 
 
-def bound(problem: AttentionProblem, config: FlashFwdSm90Config, device: Device) -> Bound:
+def bound(problem: AttentionProblem, config: Config, device: Device) -> Bound:
     """The throughput bound of ``problem`` run with ``config`` on ``device``.
 
     The SM with most work has at least the mean number of steps, the longest tile, and as many of the shortest tiles as

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from fa4gen import knobs
 from fa4gen.arch import Device, get_device
 from fa4gen.bound import bound
-from fa4gen.config import FlashFwdSm90Config, config_from_dict, get_family
+from fa4gen.config import Config, config_from_dict, get_family
 from fa4gen.console import (
     bench_table,
     bound_table,
@@ -101,7 +101,7 @@ class _Selection:
 
     problem: AttentionProblem
     device: Device
-    config: FlashFwdSm90Config
+    config: Config
     resolution: Resolution
     overridden: bool
 
@@ -148,7 +148,7 @@ def _tables(device: Device, table: Path | None) -> TunedTables:
     return TunedTables(device.key, [(TunedTable.load(table), table)])
 
 
-def _override(config: FlashFwdSm90Config, settings: list[str], family: str) -> FlashFwdSm90Config:
+def _override(config: Config, settings: list[str], family: str) -> Config:
     """``config`` with settings such as "tile_m=192", values in YAML's notation."""
     import pydantic
     import yaml

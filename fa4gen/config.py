@@ -8,7 +8,7 @@ from typing import Any
 from fa4gen.errors import UsageError
 from fa4gen.problem import AttentionProblem
 
-__all__ = ["FAMILIES", "Family", "FlashFwdSm90Config", "config_from_dict", "get_family"]
+__all__ = ["FAMILIES", "Config", "Family", "FlashFwdSm90Config", "config_from_dict", "config_to_dict", "get_family"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ class FlashFwdSm90Config:
         return cls(tile_m=128, tile_n=64, **structure)
 
 
+# Any family's config. All have tile_m (rows of Q a CTA), tile_n, kv_stages, exp2_poly_fraction, exp2_poly_degree,
+# rescale_threshold and pack_gqa, and a classmethod default(problem).
+Config = FlashFwdSm90Config
+
+
 @dataclass(frozen=True)
 class Family:
     """One template with its config type and search space."""
@@ -82,7 +87,7 @@ class Family:
     name: str
     op: str
     archs: tuple[str, ...]
-    config_type: type[FlashFwdSm90Config]
+    config_type: type[Config]
 
     @property
     def template(self) -> str:
@@ -110,7 +115,7 @@ def get_family(op: str, arch: str) -> Family:
     raise UsageError(f"no kernel family runs op {op!r} on {arch}; families: {', '.join(FAMILIES)}")
 
 
-def config_from_dict(family: str, values: dict[str, Any]) -> FlashFwdSm90Config:
+def config_from_dict(family: str, values: dict[str, Any]) -> Config:
     """A config of ``family`` from plain data; absent knobs take the field's default.
 
     Raises:
@@ -126,6 +131,6 @@ def config_from_dict(family: str, values: dict[str, Any]) -> FlashFwdSm90Config:
     return config_type(**values)
 
 
-def config_to_dict(config: FlashFwdSm90Config) -> dict[str, Any]:
+def config_to_dict(config: Config) -> dict[str, Any]:
     """Plain data, every knob in field order."""
     return asdict(config)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fa4gen.arch import DEVICES, Device
 from fa4gen.bound import Bound, bound
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import Config
 from fa4gen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def grid(*columns: str, rows: Iterable[Iterable[Any]]) -> Table:
     return table
 
 
-def config_text(config: FlashFwdSm90Config, default: FlashFwdSm90Config | None = None) -> Text:
+def config_text(config: Config, default: Config | None = None) -> Text:
     """Every knob; those that differ from ``default`` stand out."""
     text = Text()
     for field in fields(config):
@@ -89,7 +89,7 @@ def config_text(config: FlashFwdSm90Config, default: FlashFwdSm90Config | None =
     return text
 
 
-def changes_text(config: FlashFwdSm90Config, base: FlashFwdSm90Config, same: str = "the default") -> str:
+def changes_text(config: Config, base: Config, same: str = "the default") -> str:
     """Only the knobs that differ from ``base``; ``same`` where none does."""
     changed = (f.name for f in fields(config) if getattr(config, f.name) != getattr(base, f.name))
     return " ".join(f"{name}={getattr(config, name)}" for name in changed) or same

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from fa4gen.arch import Arch
-from fa4gen.config import FAMILIES, FlashFwdSm90Config
+from fa4gen.config import FAMILIES, Config, Family, FlashFwdSm90Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem, StaticProblem
 
 __all__ = ["Rejection", "can_implement", "launch_registers", "mma_registers", "padded", "smem_bytes"]
@@ -33,9 +34,18 @@ class Rejection:
         return self.message
 
 
-def can_implement(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Rejection | None:
+def can_implement(problem: AttentionProblem, config: Config, arch: Arch) -> Rejection | None:
     """None if ``config`` compiles and launches for ``problem`` on ``arch``, else the first rule it breaks."""
-    return next(_flash_fwd_sm90(problem, config, arch), None)
+    family = next(family for family in FAMILIES.values() if family.config_type is type(config))
+    return next(_rejections(family, problem, config, arch), None)
+
+
+def _rejections(family: Family, problem: AttentionProblem, config: Any, arch: Arch) -> Iterator[Rejection]:
+    if arch.name not in family.archs:
+        yield Rejection("arch", f"{family.name} runs on {' and '.join(family.archs)}, not on {arch.name}")
+    if problem.op != family.op:
+        yield Rejection("op", f"{family.name} computes {family.op}, not {problem.op}")
+    yield from _RULES[family.name](problem, config, arch)
 
 
 def padded(head_dim: int) -> int:
@@ -71,10 +81,6 @@ def smem_bytes(static: StaticProblem, config: FlashFwdSm90Config) -> int:
 
 
 def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
-    if arch.name not in FAMILIES["flash_fwd_sm90"].archs:
-        yield Rejection("arch", f"flash_fwd_sm90 runs on sm_90a, not on {arch.name}")
-    if problem.op != "fwd":
-        yield Rejection("op", f"flash_fwd_sm90 computes the forward, not {problem.op}")
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         if value % 8 or not 8 <= value <= 256:
@@ -158,3 +164,6 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
             f"has {at_launch}",
             {"needed": one_wgmma, "available": at_launch},
         )
+
+
+_RULES: dict[str, Callable[[AttentionProblem, Any, Arch], Iterator[Rejection]]] = {"flash_fwd_sm90": _flash_fwd_sm90}

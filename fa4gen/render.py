@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 import jinja2
 import yaml
@@ -32,11 +34,11 @@ def render(variant: Variant) -> str:
 
     The module defines ``NAME``, ``entry`` (the host function for ``cute.compile``) and ``fake_arguments()``.
     """
-    static, config = variant.static, variant.config
+    static, config, family = variant.static, variant.config, variant.family
     packed = config.pack_gqa and static.gqa_ratio > 1
-    template = _environment().get_template(variant.family.template)
+    template = _environment().get_template(family.template)
     return template.render(
-        asdict(static) | asdict(config),
+        asdict(static) | asdict(config) | _CONTEXTS[family.name](variant),
         name=variant.name,
         digest=variant.digest,
         arch=variant.arch,
@@ -44,8 +46,15 @@ def render(variant: Variant) -> str:
         element_type=ELEMENT_TYPES[static.dtype],
         head_dim_padded=padded(static.head_dim),
         head_dim_v_padded=padded(static.head_dim_v),
-        mma_regs=mma_registers(config, get_arch(variant.arch)),
         # Index expressions that only some variants need.
         kv_head="" if packed or static.gqa_ratio == 1 else " // GQA_RATIO",
         query_of_row=" // GQA_RATIO" if packed else "",
     )
+
+
+def _flash_fwd_sm90(variant: Variant) -> dict[str, Any]:
+    return {"mma_regs": mma_registers(variant.config, get_arch(variant.arch))}
+
+
+# Family -> what its template needs beside the knobs, the problem and the names above.
+_CONTEXTS: dict[str, Callable[[Variant], dict[str, Any]]] = {"flash_fwd_sm90": _flash_fwd_sm90}

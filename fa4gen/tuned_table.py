@@ -40,7 +40,7 @@ import fa4gen
 from fa4gen import feasibility, knobs
 from fa4gen.arch import ARCHS, Arch
 from fa4gen.artifact_cache import toolchain_versions
-from fa4gen.config import FAMILIES, FlashFwdSm90Config, config_from_dict, config_to_dict, get_family
+from fa4gen.config import FAMILIES, Config, config_from_dict, config_to_dict, get_family
 from fa4gen.errors import Fa4genError, TableError, UnsupportedProblem, UsageError
 from fa4gen.measure.base import Source
 from fa4gen.problem import AttentionProblem
@@ -90,7 +90,7 @@ def _read_problem(value: Any) -> AttentionProblem:
     raise ValueError(f'a problem is text such as "b=2 h=16 s=4096 d=128 causal", got {value!r}')
 
 
-def _read_config(value: Any, family: str) -> FlashFwdSm90Config:
+def _read_config(value: Any, family: str) -> Config:
     if not isinstance(value, dict):
         value = config_to_dict(value)
     try:
@@ -455,7 +455,7 @@ class Resolution:
         path: the table file, None without a row or for a table in memory.
     """
 
-    config: FlashFwdSm90Config
+    config: Config
     row: Row | None
     reason: str
     distance: float

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from fa4gen.config import Family, FlashFwdSm90Config, get_family
+from fa4gen.config import Config, Family, get_family
 from fa4gen.problem import AttentionProblem, StaticProblem
 
 __all__ = ["Variant"]
@@ -19,10 +19,10 @@ class Variant:
 
     arch: str
     static: StaticProblem
-    config: FlashFwdSm90Config
+    config: Config
 
     @classmethod
-    def of(cls, arch: str, problem: AttentionProblem, config: FlashFwdSm90Config) -> Variant:
+    def of(cls, arch: str, problem: AttentionProblem, config: Config) -> Variant:
         """The variant that runs ``problem`` with ``config`` on ``arch``."""
         return cls(arch, problem.static, config)
 
