@@ -26,7 +26,7 @@ def exp2_polynomial(x: Float32, degree: cutlass.Constexpr[int]) -> Float32:
     denormal. Relative error: see ``EXP2_COEFFICIENTS``.
     """
     coefficients = EXP2_COEFFICIENTS[degree]
-    x = cute.arch.fmax(x, _LOWEST_EXPONENT)
+    x = cute.arch.fmax(x, _LOWEST_EXPONENT, nan=True)  # a NaN score must not come out as a probability
     rounded = add_round_down(x, _ROUND_TO_INTEGER)
     fraction = x - (rounded - _ROUND_TO_INTEGER)
     p = Float32(coefficients[degree])

@@ -8,13 +8,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 import fa4gen
 from fa4gen import accuracy, dispatch, interface
+from fa4gen.artifact_cache import ArtifactCache
+from fa4gen.compile import compile_variant, load_kernel
+from fa4gen.config import FlashFwdSm90Config
 from fa4gen.problem import AttentionProblem
+from fa4gen.variant import Variant
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -244,3 +249,17 @@ def test_host_cost_is_at_most_half_of_sdpa() -> None:
                 rounds[name].append((time.perf_counter() - started) * 1e4)
     ours, torchs = (statistics.median(rounds[name]) for name in ("fa4gen", "sdpa"))
     assert ours <= torchs / 2, f"fa4gen.attention {ours:.1f} us a call, torch SDPA {torchs:.1f} us"
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_nan_in_one_key_reaches_every_query(fraction: float, tmp_path: Path) -> None:
+    """A NaN score must not vanish in the polynomial's clamp or in a maximum."""
+    problem = AttentionProblem.parse("b=1 h=2 s=256 d=64")
+    variant = Variant.of("sm_90a", problem, FlashFwdSm90Config(tile_n=64, exp2_poly_fraction=fraction))
+    kernel = load_kernel(compile_variant(variant, ArtifactCache(tmp_path)))
+    for key in range(100, 108):  # polynomial and MUFU columns
+        q, k, v = (torch.randn(1, 256, 2, 64, device="cuda").bfloat16() for _ in range(3))
+        k[:, key] = torch.nan
+        o = torch.zeros_like(q)
+        kernel(q, k, v, o, 0.125, torch.cuda.get_device_properties(0).multi_processor_count)
+        assert not o.isfinite().any()
