@@ -1,0 +1,158 @@
+"""Running a compiled object: host call, launches in waves of CTAs, report."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fa4gen.emulator.errors import KernelFault, LaunchError
+from fa4gen.emulator.host import SHARED_PER_CTA, HostModule, Tensor
+from fa4gen.emulator.memory import GlobalMemory, Region
+from fa4gen.emulator.parser import parse
+from fa4gen.emulator.program import Program
+from fa4gen.emulator.report import EmulatorReport, KernelReport
+from fa4gen.emulator.scheduler import Machine
+from fa4gen.emulator.state import Launch, Schedule, launch_registers, shared_layout
+
+__all__ = ["CompiledObject", "execute"]
+
+# CTAs that run together. Wider numpy operations cost less a lane until the caches overflow; measured best near 8.
+RESIDENT_CTAS = 8
+
+
+class CompiledObject:
+    """An exported object beside its PTX: programs are parsed and translated once."""
+
+    def __init__(self, object_path: Path, ptx: str, name: str) -> None:
+        self.programs = {kernel: Program(parsed) for kernel, parsed in parse(ptx).items()}
+        self.host = HostModule(object_path, name)
+
+
+@lru_cache(maxsize=16)
+def load(object_path: Path, ptx_path: Path, name: str) -> CompiledObject:
+    """The compiled object of an artifact; kept for the next run."""
+    return CompiledObject(object_path, ptx_path.read_text(), name)
+
+
+def execute(
+    compiled: CompiledObject,
+    arguments: Sequence[Any],
+    *,
+    schedule: str = "eager",
+    seed: int = 0,
+    check_races: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> EmulatorReport:
+    """Calls the object's entry function and runs what it launches.
+
+    ``arguments``: :class:`Tensor`, int, float or None, as the entry takes them (no stream). ``progress`` is told the
+    share of CTAs of the current launch that have ended.
+
+    Raises:
+        LaunchError: the host code refuses the arguments or the launch.
+        UnsupportedInstruction, KernelFault, RaceError, Deadlock: what the kernel does wrong, and where.
+    """
+    started = time.perf_counter()
+    order = Schedule(schedule, seed)
+    memory = GlobalMemory()
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    for tensor in tensors:
+        if tensor.data.size:
+            memory.add(Region(tensor.name, tensor.data, tensor.address, tensor.output))
+    reports: list[KernelReport] = []
+
+    def on_launch(launch: Launch) -> None:
+        program = compiled.programs[launch.kernel]
+        reports.append(_run_launch(program, launch, memory, order, check_races, progress))
+
+    kernels = {name: program.kernel for name, program in compiled.programs.items()}
+    compiled.host.call(arguments, kernels, on_launch)
+    for region in memory.regions:
+        if region.written is not None and not region.written.all():
+            missing = _missing(region, next(t for t in tensors if t.address == region.base))
+            if missing:
+                raise KernelFault(f"{region.name} has {missing} elements that nothing wrote")
+    outputs = {t.name: t.array for t in tensors if t.output}
+    return EmulatorReport(outputs, reports, schedule, seed, check_races, time.perf_counter() - started)
+
+
+def _missing(region: Region, tensor: Tensor) -> int:
+    """Elements of a tensor with a byte that nothing wrote; gaps between its rows do not count."""
+    assert region.written is not None
+    strides = tuple(s * tensor.item for s in tensor.strides)
+    missing = np.zeros(tensor.shape, bool)
+    for byte in range(tensor.item):
+        missing |= ~np.ndarray(tensor.shape, "?", region.written.data, byte, strides)
+    return int(missing.sum())
+
+
+def _run_launch(
+    program: Program, launch: Launch, memory: GlobalMemory, order: Schedule, check_races: bool,
+    progress: Callable[[float], None] | None,
+) -> KernelReport:  # fmt: skip
+    _check_launch(program, launch)
+    report = KernelReport(launch.kernel, launch.grid, blocks=len(program.blocks))
+    warps = -(-int(np.prod(launch.block)) // 32)
+    counts = np.zeros((len(program.blocks), warps), np.int64)
+    read, written = memory.bytes_read, memory.bytes_written
+    clusters = _clusters(launch)
+    size = len(clusters[0])
+    per_wave = len(clusters) if launch.cooperative else max(1, RESIDENT_CTAS // size)
+    races = None
+    for first in range(0, len(clusters), per_wave):
+        wave = clusters[first : first + per_wave]
+        machine = Machine(program, launch, memory, [cta for cluster in wave for cta in cluster], order, counts, races)
+        machine.run()
+        report.shared_bytes_read += machine.shared_bytes_read
+        report.shared_bytes_written += machine.shared_bytes_written
+        report.mbarrier_waits += machine.mbarrier_waits
+        report.named_barrier_waits += machine.named_waits
+        if progress is not None:
+            progress(min(1.0, (first + per_wave) / len(clusters)))
+    report.global_bytes_read = memory.bytes_read - read
+    report.global_bytes_written = memory.bytes_written - written
+    _fill_counts(report, program, counts)
+    return report
+
+
+def _fill_counts(report: KernelReport, program: Program, counts: np.ndarray) -> None:
+    report.blocks_run = int((counts.sum(axis=1) > 0).sum())
+    for block in program.blocks:
+        for unit, number in block.units.items():
+            row = report.instructions.setdefault(unit, [0] * counts.shape[1])
+            for warp, times in enumerate(counts[block.index].tolist()):
+                row[warp] += number * times
+        if not counts[block.index].any():
+            lines = [i.line for i in [*block.instrs, block.terminator] if i is not None]
+            report.uncovered.append((min(lines), max(lines)))
+
+
+def _check_launch(program: Program, launch: Launch) -> None:
+    """Refuses what the driver would refuse."""
+    threads = int(np.prod(launch.block))
+    if program.kernel.threads and tuple(launch.block) != program.kernel.threads:
+        raise LaunchError(f"{launch.kernel} wants {program.kernel.threads} threads, is launched with {launch.block}")
+    if threads > 1024 or threads % 32 or launch_registers(threads) < 24:
+        raise LaunchError(f"{threads} threads a CTA: at most 1024, and whole warps")
+    _, end = shared_layout(program, launch.shared_bytes)
+    if end - 1024 > SHARED_PER_CTA:
+        raise LaunchError(f"needs {end - 1024} bytes of shared memory, the device has {SHARED_PER_CTA}")
+    if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
+        raise LaunchError(f"grid {launch.grid} is not a multiple of cluster {launch.cluster}")
+
+
+def _clusters(launch: Launch) -> list[list[tuple[int, int, int]]]:
+    """CTA coordinates, cluster by cluster in launch order; inside one by rank."""
+    grid, cluster = launch.grid, launch.cluster
+    steps = [range(0, g, c) for g, c in zip(grid, cluster, strict=True)]
+    inside = [(x, y, z) for z, y, x in itertools.product(*(range(c) for c in reversed(cluster)))]
+    return [
+        [(x + dx, y + dy, z + dz) for dx, dy, dz in inside]
+        for z, y, x in itertools.product(steps[2], steps[1], steps[0])
+    ]

@@ -1,0 +1,189 @@
+"""Loads, stores, matrix loads and stores, atomics, prefetches, and lane exchange inside a warp."""
+
+from __future__ import annotations
+
+from fa4gen.emulator.isa.base import Emitter, Mods, op
+from fa4gen.emulator.parser import Imm, Instr, Mem, Sym
+
+__all__: list[str] = []
+
+SPACES = ("param", "shared", "shared::cta", "shared::cluster", "global")
+# Orderings are accepted where the emulator, which runs memory in program order, gives at least as much.
+ORDERS = ("volatile", "relaxed", "acquire", "release", "weak", "acq_rel")
+SCOPES = ("cta", "cluster", "gpu", "sys")
+CACHE_HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::no_allocate", "L1::evict_last", "L1::evict_first")
+
+
+def _space(e: Emitter, m: Mods) -> tuple[str, bool]:
+    """Memory of an access, and whether its addresses are 64 bits wide."""
+    space = m.take(*SPACES)
+    if space is None:
+        return "generic", True
+    if space == "param":
+        return "param", True
+    return ("global", True) if space == "global" else ("shared", False)
+
+
+def _common(m: Mods) -> tuple[str, str]:
+    order = m.take(*ORDERS) or "weak"
+    scope = m.take(*SCOPES) or ""
+    while m.take(*CACHE_HINTS):
+        pass
+    # L1::no_allocate and its kin arrive split at no dot; L2 prefetch sizes are hints as well.
+    m.take("L2::64B", "L2::128B", "L2::256B")
+    return order, scope
+
+
+@op("ld", "ldu", unit="memory")
+def _load(e: Emitter, i: Instr, m: Mods) -> None:
+    kind = m.kind()
+    width = m.take("v2", "v4", "v8")
+    space, wide = _space(e, m)
+    order, _ = _common(m)
+    targets = e.vector(i.operands[0])
+    if len(targets) != int(width[1:] if width else 1):
+        raise e.unsupported("vector width")
+    mem = i.operands[1]
+    if space == "param" and isinstance(mem, Mem) and isinstance(mem.base, Sym):
+        offset = e.kernel.params[mem.base.name].offset + mem.base.offset + mem.offset
+        for index, target in enumerate(targets):
+            e.define(target, f"M.param({offset + index * int(kind[1])}, D.{kind})", kind)
+        return
+    address = e.address(mem, wide)
+    if space == "param":
+        address = f"({address} + PARAM_WINDOW)"
+        space = "generic"
+    result = e.temp()
+    e.line(f"{result} = M.load(F, {space!r}, {address}, D.{kind}, {len(targets)}, {e.mask}, {order!r})")
+    for index, target in enumerate(targets):
+        e.define(target, f"{result}[{index}]", kind)
+
+
+@op("st", unit="memory")
+def _store(e: Emitter, i: Instr, m: Mods) -> None:
+    kind = m.kind()
+    width = m.take("v2", "v4", "v8")
+    if m.take("async"):
+        _store_async(e, i, m, kind)
+        return
+    space, wide = _space(e, m)
+    order, _ = _common(m)
+    values = e.vector(i.operands[1])
+    if len(values) != int(width[1:] if width else 1):
+        raise e.unsupported("vector width")
+    items = ", ".join(e.use(v, kind) for v in values)
+    e.line(f"M.store(F, {space!r}, {e.address(i.operands[0], wide)}, D.{kind}, ({items},), {e.mask}, {order!r})")
+
+
+def _store_async(e: Emitter, i: Instr, m: Mods, kind: str) -> None:
+    m.take("weak")
+    m.need("shared::cluster")
+    m.need("mbarrier::complete_tx::bytes")
+    items = ", ".join(e.use(v, kind) for v in e.vector(i.operands[1]))
+    address, barrier = e.address(i.operands[0], False), e.address(i.operands[2], False)
+    e.line(f"M.store_async(F, {address}, D.{kind}, ({items},), {barrier}, {e.mask})")
+
+
+@op("atom", "red", unit="memory")
+def _atomic(e: Emitter, i: Instr, m: Mods) -> None:
+    if m.take("async"):
+        raise e.unsupported("red.async")
+    kind = m.kind()
+    width = m.take("v2", "v4", "v8")
+    space, wide = _space(e, m)
+    order, _ = _common(m)
+    function = m.need("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+    m.take("noftz")
+    operands = list(i.operands)
+    targets = e.vector(operands.pop(0)) if i.opcode == "atom" else (None,)
+    values = e.vector(operands[1])
+    items = ", ".join(e.use(v, kind) for v in values)
+    compare = e.use(operands[1], kind) if function == "cas" else "None"
+    if function == "cas":
+        items = e.use(operands[2], kind)
+    if width and i.opcode == "atom":
+        raise e.unsupported("vector atom")
+    place = f"{space!r}, {e.address(operands[0], wide)}"
+    call = f"M.atomic(F, {place}, {function!r}, D.{kind}, ({items},), {compare}, {e.mask}, {order!r})"
+    e.define(targets[0], call, kind)
+
+
+@op("prefetch", "prefetchu", "applypriority", "discard", unit="memory")
+def _prefetch(e: Emitter, i: Instr, m: Mods) -> None:
+    """Hints: nothing happens."""
+    m.rest.clear()
+
+
+@op("stmatrix", "ldmatrix", unit="memory")
+def _matrix(e: Emitter, i: Instr, m: Mods) -> None:
+    m.need("sync")
+    m.need("aligned")
+    count = int(m.need("x1", "x2", "x4")[1])
+    if m.take("m8n8") is None or m.take("b16") is None:
+        raise e.unsupported("matrix shape")
+    m.take("shared", "shared::cta")
+    trans = bool(m.take("trans"))
+    memory, registers = (0, 1) if i.opcode == "stmatrix" else (1, 0)
+    address = e.address(i.operands[memory], False)
+    items = e.vector(i.operands[registers])
+    if len(items) != count:
+        raise e.unsupported("number of matrices")
+    if i.opcode == "stmatrix":
+        values = ", ".join(e.use(v, "u4") for v in items)
+        e.line(f"M.store_matrix(F, {address}, ({values},), {trans}, {e.mask})")
+        return
+    result = e.temp()
+    e.line(f"{result} = M.load_matrix(F, {address}, {count}, {trans}, {e.mask})")
+    for index, item in enumerate(items):
+        e.define(item, f"{result}[{index}]", "u4")
+
+
+@op("shfl", unit="warp")
+def _shuffle(e: Emitter, i: Instr, m: Mods) -> None:
+    kind = m.kind()
+    m.need("sync")
+    mode = m.need("idx", "bfly", "up", "down")
+    target, predicate = e.pair(i.operands[0])
+    value = e.use(i.operands[1], kind)
+    lane, clamp, members = (e.use(s, "u4") for s in i.operands[2:5])
+    result = e.temp()
+    e.line(f"{result} = shuffle(F, {mode!r}, {value}, {lane}, {clamp}, {members}, {e.mask})")
+    if target is not None:
+        e.define(target, f"{result}[0]", kind)
+    if predicate is not None:
+        e.define(predicate, f"{result}[1]", "b1")
+
+
+@op("vote", unit="warp")
+def _vote(e: Emitter, i: Instr, m: Mods) -> None:
+    m.need("sync")
+    mode = m.need("any", "all", "uni", "ballot")
+    kind = m.kind()
+    predicate, members = e.use(i.operands[1], "b1"), e.use(i.operands[2], "u4")
+    e.define(i.operands[0], f"vote(F, {mode!r}, {predicate}, {members}, {e.mask})", kind)
+
+
+@op("redux", unit="warp")
+def _redux(e: Emitter, i: Instr, m: Mods) -> None:
+    kind = m.kind()
+    m.need("sync")
+    function = m.need("add", "min", "max", "and", "or", "xor")
+    value, members = e.use(i.operands[1], kind), e.use(i.operands[2], "u4")
+    e.define(i.operands[0], f"reduce_lanes(F, {function!r}, {value}, {members}, {e.mask})", kind)
+
+
+@op("elect", unit="warp")
+def _elect(e: Emitter, i: Instr, m: Mods) -> None:
+    m.need("sync")
+    lane, predicate = e.pair(i.operands[0])
+    result = e.temp()
+    e.line(f"{result} = elect(F, {e.use(i.operands[1], 'u4')}, {e.mask})")
+    if lane is not None:
+        e.define(lane, f"{result}[0]", "u4")
+    e.define(predicate, f"{result}[1]", "b1")
+
+
+@op("activemask", unit="warp")
+def _active_mask(e: Emitter, i: Instr, m: Mods) -> None:
+    m.kind()
+    e.define(i.operands[0], f"vote(F, 'ballot', D.b1(True), {e.use(Imm(0xFFFFFFFF), 'u4')}, {e.mask})", "u4")

@@ -1,0 +1,118 @@
+"""Attention variants in the emulator: one run, and the verdict over several schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fa4gen.arch import DEVICES
+from fa4gen.emulator.errors import EmulatorError
+from fa4gen.emulator.executor import execute, load
+from fa4gen.emulator.host import Tensor
+from fa4gen.emulator.report import EmulatorReport
+from fa4gen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from fa4gen.accuracy import AccuracyReport
+    from fa4gen.artifact_cache import Artifact
+
+__all__ = ["Verification", "run", "verify"]
+
+# Few enough that a persistent kernel walks several tiles a CTA even on a small problem.
+VERIFY_SMS = 4
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Verdict on one variant and problem. ``message`` is a sentence; ``error`` is what stopped a run, if anything did.
+
+    ``runs``: reports by (schedule, seed), in the order they ran; the first one's output was compared with float64.
+    """
+
+    ok: bool
+    message: str
+    accuracy: AccuracyReport | None
+    runs: list[EmulatorReport]
+    error: EmulatorError | None = None
+
+
+def run(
+    artifact: Artifact,
+    problem: AttentionProblem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    *,
+    schedule: str = "eager",
+    seed: int = 0,
+    check_races: bool = False,
+    num_sms: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> EmulatorReport:
+    """Runs a forward variant. Outputs are "o" and, if the problem asks for it, "lse".
+
+    ``inputs``: CPU tensors Q, K, V; default unit normal from ``seed`` 0. ``num_sms`` is what a persistent kernel sizes
+    its grid by; default the smallest known device of the arch. ``progress``: see :func:`execute`.
+
+    Raises:
+        EmulatorError: the kernel does something wrong, or something the emulator does not implement.
+    """
+    from fa4gen.accuracy import default_scale, make_inputs, poisoned_outputs
+
+    compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
+    q, k, v = make_inputs(problem) if inputs is None else inputs
+    o, lse = poisoned_outputs(problem)
+    if num_sms is None:
+        num_sms = min(d.sm_count for d in DEVICES.values() if d.arch.name == artifact.arch)
+    arguments: list[Any] = [Tensor(q, name="q"), Tensor(k, name="k"), Tensor(v, name="v"), Tensor(o, True, "o")]
+    if lse is not None:
+        arguments.append(Tensor(lse, True, "lse"))
+    arguments += [default_scale(problem), num_sms]
+    return execute(compiled, arguments, schedule=schedule, seed=seed, check_races=check_races, progress=progress)
+
+
+def verify(
+    artifact: Artifact,
+    problem: AttentionProblem,
+    *,
+    schedules: Sequence[tuple[str, int]] = (("eager", 0), ("lazy", 0), ("random", 1)),
+    check_races: bool = True,
+    num_sms: int = VERIFY_SMS,
+    progress: Callable[[float], None] | None = None,
+) -> Verification:
+    """Is the variant right for the problem: against float64, free of races, and the same bits in every schedule?
+
+    Races are looked for in the first schedule.
+    """
+    import torch
+
+    from fa4gen.accuracy import check, default_scale, expect, make_inputs
+
+    inputs = make_inputs(problem)
+    runs: list[EmulatorReport] = []
+    accuracy = None
+    for index, (schedule, seed) in enumerate(schedules):
+        try:
+            report = run(
+                artifact, problem, inputs, schedule=schedule, seed=seed, check_races=check_races and index == 0,
+                num_sms=num_sms, progress=progress,
+            )  # fmt: skip
+        except EmulatorError as error:
+            return Verification(False, f"schedule {schedule}, seed {seed}: {error}", accuracy, runs, error)
+        runs.append(report)
+        if accuracy is None:
+            accuracy = check(
+                report.outputs["o"], report.outputs.get("lse"), expect(*inputs, problem, default_scale(problem))
+            )
+            if not accuracy.ok:
+                return Verification(False, accuracy.message, accuracy, runs)
+        for name, output in report.outputs.items():
+            if not torch.equal(output.view(torch.uint8), runs[0].outputs[name].view(torch.uint8)):
+                return Verification(
+                    False, f"{name} differs between schedules {schedules[0]} and {(schedule, seed)}", accuracy, runs
+                )
+    races = ", no race" if check_races else ""
+    return Verification(
+        True, f"{accuracy.message if accuracy else ''}; {len(runs)} schedules agree{races}", accuracy, runs
+    )
