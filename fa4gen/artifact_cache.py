@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fa4gen import knobs
-from fa4gen.errors import CompileError
+from fa4gen.errors import CacheError
 from fa4gen.variant import Variant
 
 __all__ = ["Artifact", "ArtifactCache", "ArtifactMeta", "CompileReport", "KernelSource", "toolchain_versions"]
@@ -222,7 +222,7 @@ class ArtifactCache:
         goes through, and leaves nothing behind.
 
         Raises:
-            CompileError: the store cannot be written.
+            CacheError: the store cannot be written.
         """
         artifact = self.find(source)
         if artifact is not None:
@@ -232,7 +232,7 @@ class ArtifactCache:
                 artifact = self._read_or_quarantine(source)  # another process may have built it while we waited
                 return artifact or self._build(source, build)
         except OSError as error:
-            raise CompileError(
+            raise CacheError(
                 f"cannot write the artifact cache {self.root}: {error}; "
                 "make room or make it writable, or set FA4GEN_CACHE_DIR to another folder"
             ) from error
@@ -309,7 +309,7 @@ class ArtifactCache:
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise CompileError(
+            raise CacheError(
                 f"another process has been compiling {source.name} for {LOCK_TIMEOUT_S:.0f} s (it holds {path}); "
                 "stop it and try again"
             ) from None

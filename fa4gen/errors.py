@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CacheError",
     "CompileError",
     "Fa4genError",
     "InfeasibleConfig",
@@ -36,6 +37,10 @@ class InfeasibleConfig(UsageError, ValueError):
 
 class CompileError(Fa4genError):
     """CuTe DSL or ptxas refused a rendered source. Holds the DSL's message and the source path."""
+
+
+class CacheError(CompileError):
+    """The artifact cache cannot be written or locked: nothing is known of the kernel."""
 
 
 class MeasureError(Fa4genError):

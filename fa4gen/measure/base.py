@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fa4gen.arch import Device
+from fa4gen.config import Config
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
 
@@ -87,8 +89,13 @@ def median_interval(samples: tuple[float, ...] | list[float], z: float = 1.96) -
 
 
 class Measurer(ABC):
-    """Measures variants for one device. ``needs_artifact`` says whether :meth:`measure` wants a compiled object."""
+    """Measures variants for one device. ``needs_artifact`` says whether :meth:`measure` wants a compiled object.
 
+    ``name`` says what gives the times ("cuda", "model", a recorded grid): it goes into provenance, and times of
+    measurers with different names are never mixed in one search.
+    """
+
+    name: str = "custom"
     needs_artifact: bool = True
 
     @property
@@ -101,6 +108,10 @@ class Measurer(ABC):
         self, problem: AttentionProblem, variant: Variant, artifact: Artifact | None, *, samples: int = 20
     ) -> Measurement | Failure:
         """Times ``variant`` on ``problem``, at least ``samples`` launches. Never raises for a bad variant."""
+
+    def configs(self, problem: AttentionProblem) -> Collection[Config] | None:
+        """The only configs it has times for, or None where it measures any."""
+        return None
 
     def close(self) -> None:
         """Frees what the measurer holds (worker processes). Safe to call twice."""

@@ -299,6 +299,8 @@ class CudaMeasurer(Measurer):
     starts a new one. ``engine`` names the class that the worker runs.
     """
 
+    name = "cuda"
+
     def __init__(
         self, device_index: int = 0, timeout_s: float = 30.0, engine: str = "fa4gen.measure.cuda:CudaEngine"
     ) -> None:

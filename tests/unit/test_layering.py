@@ -18,7 +18,7 @@ LAYERS = (
     ("errors",),
     ("knobs", "resources"),
     ("problem", "arch", "config", "variant"),
-    ("feasibility", "bound", "search_space"),
+    ("feasibility", "bound", "search_space", "presets"),
     ("render", "artifact_cache", "compile", "sass"),
     ("accuracy", "emulator", "measure"),
     ("tune",),
