@@ -103,8 +103,7 @@ class BarrierOps(MemoryOps):
             tokens.append((barrier, barrier.generation))
             if self.races:
                 self.races.release(warp, barrier)
-            barrier.arrived += 32
-            barrier.settle()
+            barrier.arrive(warp)
         self.version += 1
         return tokens
 
@@ -114,12 +113,13 @@ class BarrierOps(MemoryOps):
             if self.races:
                 self.races.release(warp, barrier, relaxed)
             self.cluster_tokens[warp] = barrier.generation
-            barrier.arrived += 32
-            barrier.settle()
+            barrier.arrive(warp)
         self.version += 1
 
     def warp_sync(self, f: Fiber, members: Any, mask: Any) -> None:
         """Lanes of a warp run together between their meeting points: nothing to wait for."""
+        if self.races:
+            self.races.warp_sync(f.warps)
 
     def fence(self, f: Fiber, mask: Any) -> None:
         if self.races:
@@ -127,7 +127,7 @@ class BarrierOps(MemoryOps):
 
     def fence_proxy_async(self, f: Fiber, space: str, mask: Any) -> None:
         if self.races:
-            self.races.fence_proxy(f.warps)
+            self.races.fence_proxy(f.warps, (f.active if mask is None else mask).sum(axis=1) == 1)
 
     def fence_mbarrier_init(self, f: Fiber, mask: Any) -> None:
         if self.races:

@@ -82,7 +82,10 @@ class CopyOps(BarrierOps):
         if ctas >> self.cluster_size or not ctas:
             raise KernelFault(f"multicast mask {ctas:#x} in a cluster of {self.cluster_size}")
         offset = flat & ((1 << SLOT_BITS) - 1)
-        return [(first + rank) << SLOT_BITS | offset for rank in range(self.cluster_size) if ctas >> rank & 1]
+        slots = [first + rank for rank in range(self.cluster_size) if ctas >> rank & 1]
+        if any(self.exited[s] == self.warps_per_cta for s in slots):
+            raise KernelFault("a multicast copy goes to a CTA that has exited")
+        return [s << SLOT_BITS | offset for s in slots]
 
     def one_flat(self, slot: int, address: int, size: int, align: int) -> int:
         """Checked shared position of one address."""
@@ -119,7 +122,7 @@ class CopyOps(BarrierOps):
     def _load_box(
         self, warp: int, slot: int, tensor: TensorMap, coords: tuple, targets: list[int], signals: list[int]
     ) -> None:
-        clocks = [self.races.load_issued(warp, self.mbarrier_at(s)) if self.races else None for s in signals]
+        clocks: list[Any] = [self.races and self.races.load_issued(warp, self.mbarrier_at(s)) for s in signals]
 
         def run() -> None:
             box = np.zeros(tensor.box[::-1], tensor.dtype)
@@ -208,7 +211,7 @@ class CopyOps(BarrierOps):
     def _load_bulk(
         self, warp: int, slot: int, space: str, source: int, count: int, targets: list[int], signals: list[int]
     ) -> None:
-        clocks = [self.races.load_issued(warp, self.mbarrier_at(s)) if self.races else None for s in signals]
+        clocks: list[Any] = [self.races and self.races.load_issued(warp, self.mbarrier_at(s)) for s in signals]
 
         def run() -> None:
             if space == "global":
@@ -270,7 +273,7 @@ class CopyOps(BarrierOps):
             flat = self.one_flat(slot, int(at(target, row, lane)), size, size)
             signal = self.one_flat(slot, int(at(barrier, row, lane)), 8, 8)
             data = np.array([at(v, row, lane) for v in values], dtype).view(np.uint8)
-            clock = self.races.load_issued(warp, self.mbarrier_at(signal)) if self.races else None
+            clock: Any = self.races and self.races.load_issued(warp, self.mbarrier_at(signal))
 
             def run(flat: int = flat, signal: int = signal, data: np.ndarray = data, clock: Any = clock) -> None:
                 self.shared[flat : flat + size] = data

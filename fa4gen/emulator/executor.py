@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ import numpy as np
 from fa4gen.emulator.errors import KernelFault, LaunchError
 from fa4gen.emulator.host import SHARED_PER_CTA, HostModule, Tensor
 from fa4gen.emulator.memory import GlobalMemory, Region
-from fa4gen.emulator.parser import parse
+from fa4gen.emulator.parser import Kernel, parse
 from fa4gen.emulator.program import Program
+from fa4gen.emulator.races import Races
 from fa4gen.emulator.report import EmulatorReport, KernelReport
 from fa4gen.emulator.scheduler import Machine
 from fa4gen.emulator.state import Launch, Schedule, launch_registers, shared_layout
 
-__all__ = ["CompiledObject", "execute"]
+__all__ = ["CompiledObject", "execute", "load", "run_launch"]
 
 # CTAs that run together. Wider numpy operations cost less a lane until the caches overflow; measured best near 8.
 RESIDENT_CTAS = 8
@@ -32,6 +34,12 @@ class CompiledObject:
     def __init__(self, object_path: Path, ptx: str, name: str) -> None:
         self.programs = {kernel: Program(parsed) for kernel, parsed in parse(ptx).items()}
         self.host = HostModule(object_path, name)
+
+    def replace(self, kernel: Kernel) -> CompiledObject:
+        """The same host code with one kernel changed."""
+        other = copy.copy(self)
+        other.programs = {**self.programs, kernel.name: Program(kernel)}
+        return other
 
 
 @lru_cache(maxsize=16)
@@ -69,7 +77,7 @@ def execute(
 
     def on_launch(launch: Launch) -> None:
         program = compiled.programs[launch.kernel]
-        reports.append(_run_launch(program, launch, memory, order, check_races, progress))
+        reports.append(run_launch(program, launch, memory, order, check_races, progress))
 
     kernels = {name: program.kernel for name, program in compiled.programs.items()}
     compiled.host.call(arguments, kernels, on_launch)
@@ -92,10 +100,15 @@ def _missing(region: Region, tensor: Tensor) -> int:
     return int(missing.sum())
 
 
-def _run_launch(
+def run_launch(
     program: Program, launch: Launch, memory: GlobalMemory, order: Schedule, check_races: bool,
     progress: Callable[[float], None] | None,
 ) -> KernelReport:  # fmt: skip
+    """Runs one launch, in waves of CTAs.
+
+    Raises:
+        EmulatorError: what the launch or the kernel does wrong.
+    """
     _check_launch(program, launch)
     report = KernelReport(launch.kernel, launch.grid, blocks=len(program.blocks))
     warps = -(-int(np.prod(launch.block)) // 32)
@@ -104,7 +117,7 @@ def _run_launch(
     clusters = _clusters(launch)
     size = len(clusters[0])
     per_wave = len(clusters) if launch.cooperative else max(1, RESIDENT_CTAS // size)
-    races = None
+    races = Races() if check_races else None
     for first in range(0, len(clusters), per_wave):
         wave = clusters[first : first + per_wave]
         machine = Machine(program, launch, memory, [cta for cluster in wave for cta in cluster], order, counts, races)

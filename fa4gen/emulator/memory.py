@@ -124,6 +124,8 @@ class MemoryOps(State):
         rank = (address >> np.uint32(24)).astype(np.int64)
         offset = (address & np.uint32(0x00FFFFFF)).astype(np.int64)
         self.check_shared(rank, offset, size)
+        if rank.size and (self.exited[first + rank] == self.warps_per_cta).any():
+            raise KernelFault("uses the shared memory of a CTA that has exited")
         return ((first + rank) << SLOT_BITS) + offset
 
     def check_shared(self, rank: np.ndarray, offset: np.ndarray, size: int, align: int = 0) -> None:

@@ -271,8 +271,9 @@ class Machine(WgmmaOps):
 
     def _retire(self, f: Fiber) -> None:
         """Warps end: barriers no longer count them."""
+        place = self._place(f, self.program.blocks[f.block].terminator)
         if f.pending:
-            raise KernelFault("exits with wgmma in flight", self._place(f, self.program.blocks[f.block].terminator))
+            raise KernelFault("exits with wgmma in flight", place)
         for row, slot in enumerate(f.slots.tolist()):
             self.exited[slot] += 1
             self.register_pool[slot] += 32 * int(self.warp_registers[f.warps[row]])
@@ -280,6 +281,8 @@ class Machine(WgmmaOps):
             for barrier in [*barriers, self.cluster_barriers[slot // self.cluster_size]]:
                 barrier.exited += 32
                 barrier.settle()
+            if self.races and self.exited[slot] == self.warps_per_cta:
+                self.races.retire(slot)
         self.version += 1
 
     # Randomness and polling --------------------------------------------------------------------------------------
