@@ -6,9 +6,9 @@ BIN    := $(VENV)/bin
 # The package takes a range of torch. Without a GPU the development environment pins the small CPU build.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.6,torch==2.13.0)
 
-DEMO_GRID ?= tests/data/replay_h200.jsonl
-DEMO_OUT  ?= build/demo/tuned.json
-DEMO      ?= b=2 h=16 s=4096 d=128 causal
+DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
+DEMO_DIR  := build/demo
+DEMO      := b=8 h=16 s=4096 d=128 causal
 
 .PHONY: setup demo test lint clean
 .DELETE_ON_ERROR:
@@ -21,12 +21,13 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-# The main job without a GPU: search over times recorded on an H200, explain the winner, compile it for the H200.
+# The main job without a GPU: search over times recorded on an H200, explain a winner, compile it for the H200.
+demo: export FA4GEN_CACHE_DIR := $(CURDIR)/$(DEMO_DIR)/cache
 demo: setup
-	mkdir -p $(dir $(DEMO_OUT))
-	$(BIN)/fa4gen tune --preset demo --measure replay --grid $(DEMO_GRID) --out $(DEMO_OUT)
-	$(BIN)/fa4gen show '$(DEMO)' --device h200 --table $(DEMO_OUT)
-	$(BIN)/fa4gen compile '$(DEMO)' --device h200 --table $(DEMO_OUT)
+	rm -rf $(DEMO_DIR)
+	$(BIN)/fa4gen tune --preset demo --measure replay --grid $(DEMO_GRID) --out $(DEMO_DIR)/tuned.json
+	$(BIN)/fa4gen show '$(DEMO)' --device h200 --table $(DEMO_DIR)/tuned.json
+	$(BIN)/fa4gen compile '$(DEMO)' --device h200 --table $(DEMO_DIR)/tuned.json
 
 test: setup
 	$(BIN)/python -m pytest -n auto

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa4gen.arch import Arch, Device
-from fa4gen.config import Config
+from fa4gen.config import Config, FlashFwdSm90Config
 from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
@@ -100,7 +100,7 @@ def _smem_bytes(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> i
     rows, columns = (128, 128) if arch.tmem_columns else (64, 256)
     n = config.tile_n
     elements = math.ceil(n / columns) * rows * head_dim + n * head_dim + n * head_dim_v
-    if not (arch.tmem_columns or config.mma_pv_is_rs):
+    if isinstance(config, FlashFwdSm90Config) and not config.mma_pv_is_rs:
         elements += 2 * rows * n  # P, written and read
     return math.ceil(config.tile_m / rows) * elements * 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -13,7 +14,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from fa4gen import knobs
-from fa4gen.arch import Device, get_device
+from fa4gen.arch import DEVICES, Device, get_arch, get_device
 from fa4gen.bound import bound
 from fa4gen.config import Config, config_from_dict, get_family
 from fa4gen.console import (
@@ -28,6 +29,7 @@ from fa4gen.console import (
     out,
     row_facts,
     us,
+    winners_table,
 )
 from fa4gen.errors import CompileError, Fa4genError, InfeasibleConfig, NoDeviceError, UsageError
 from fa4gen.feasibility import can_implement
@@ -37,6 +39,10 @@ from fa4gen.variant import Variant
 
 if TYPE_CHECKING:
     from fa4gen.artifact_cache import Artifact
+    from fa4gen.measure.base import Measurer
+    from fa4gen.tune.objective import Bench
+    from fa4gen.tune.result import TuneResult
+    from fa4gen.tune.study import Settings
     from fa4gen.tuned_table import Resolution, TunedTable, TunedTables
 
 __all__ = ["app", "main"]
@@ -74,7 +80,7 @@ ProblemText = Annotated[str, typer.Argument(metavar="PROBLEM", help='For example
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="h200, b200, … or a device key. Default: the current GPU, else h200.")
 ]
-Settings = Annotated[
+Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Overrides a knob of the config. Repeatable.")
 ]
 TableFile = Annotated[Path | None, typer.Option("--table", help="Look up here, not in the user's and shipped tables.")]
@@ -103,15 +109,14 @@ class _Selection:
     device: Device
     config: Config
     resolution: Resolution
-    overridden: bool
 
     @property
     def variant(self) -> Variant:
         return Variant.of(self.device.arch.name, self.problem, self.config)
 
 
-def _select(text: str, device: Device, table: Path | None, settings: list[str] | None) -> _Selection:
-    """What would run for a problem, with ``settings`` on top.
+def _select(text: str, device: Device, table: Path | None, overrides: list[str] | None) -> _Selection:
+    """What would run for a problem, with ``overrides`` ("tile_n=96") on top.
 
     Raises:
         UsageError: a bad problem, table or knob; a config that cannot run.
@@ -119,12 +124,12 @@ def _select(text: str, device: Device, table: Path | None, settings: list[str] |
     problem = AttentionProblem.parse(text)
     resolution = _tables(device, table).lookup(problem)
     config = resolution.config
-    if settings:
-        config = _override(config, settings, get_family(problem.op, device.arch.name).name)
+    if overrides:
+        config = _override(config, overrides, get_family(problem.op, device.arch.name).name)
         rejection = can_implement(problem, config, device.arch)
         if rejection:
             raise InfeasibleConfig(str(rejection))
-    return _Selection(problem, device, config, resolution, bool(settings))
+    return _Selection(problem, device, config, resolution)
 
 
 def _device(name: str | None) -> Device:
@@ -148,13 +153,13 @@ def _tables(device: Device, table: Path | None) -> TunedTables:
     return TunedTables(device.key, [(TunedTable.load(table), table)])
 
 
-def _override(config: Config, settings: list[str], family: str) -> Config:
+def _override(config: Config, overrides: list[str], family: str) -> Config:
     """``config`` with settings such as "tile_m=192", values in YAML's notation."""
     import pydantic
     import yaml
 
     values: dict[str, Any] = {}
-    for setting in settings:
+    for setting in overrides:
         name, sign, value = setting.partition("=")
         if not sign:
             raise UsageError(f"--set wants KNOB=VALUE, got {setting!r}")
@@ -178,7 +183,7 @@ def _override(config: Config, settings: list[str], family: str) -> Config:
 @app.command()
 def render(
     problem: ProblemText,
-    settings: Settings = None,
+    overrides: Overrides = None,
     device: DeviceName = None,
     table: TableFile = None,
     output: Annotated[Path | None, typer.Option("--out", help="Write to a file.")] = None,
@@ -186,7 +191,7 @@ def render(
     """Prints the source of the kernel that would run for PROBLEM."""
     from fa4gen.render import render as render_source
 
-    source = render_source(_select(problem, _device(device), table, settings).variant)
+    source = render_source(_select(problem, _device(device), table, overrides).variant)
     if output is None:
         typer.echo(source, nl=False)
     else:
@@ -195,13 +200,13 @@ def render(
 
 @app.command("compile")
 def compile_(
-    problem: ProblemText, settings: Settings = None, device: DeviceName = None, table: TableFile = None
+    problem: ProblemText, overrides: Overrides = None, device: DeviceName = None, table: TableFile = None
 ) -> None:
     """Compiles the kernel that would run for PROBLEM into the cache. Needs no GPU."""
     from fa4gen.artifact_cache import ArtifactCache
     from fa4gen.compile import compile_variant
 
-    variant = _select(problem, _device(device), table, settings).variant
+    variant = _select(problem, _device(device), table, overrides).variant
     cache = ArtifactCache()
     cached = cache.get(variant)
     artifact = cached or compile_variant(variant, cache)
@@ -223,13 +228,13 @@ def _artifact_facts(artifact: Artifact) -> list[tuple[str, Any]]:
 
 @app.command()
 def inspect(
-    problem: ProblemText, settings: Settings = None, device: DeviceName = None, table: TableFile = None
+    problem: ProblemText, overrides: Overrides = None, device: DeviceName = None, table: TableFile = None
 ) -> None:
     """Registers, spills, instruction mix and bound of the kernel that would run for PROBLEM."""
     from fa4gen.compile import compile_variant
     from fa4gen.sass import inspect as inspect_cubin
 
-    chosen = _select(problem, _device(device), table, settings)
+    chosen = _select(problem, _device(device), table, overrides)
     artifact = compile_variant(chosen.variant)
     report = inspect_cubin(artifact.cubin_path)
     out.print(facts([("variant", artifact.variant_name), *_artifact_facts(artifact)]))
@@ -244,7 +249,7 @@ def inspect(
 @app.command()
 def verify(
     problem: ProblemText,
-    settings: Settings = None,
+    overrides: Overrides = None,
     table: TableFile = None,
     gpu: Gpu = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
@@ -257,7 +262,7 @@ def verify(
 
     rows, wrong = [], False
     with contextlib.closing(CudaMeasurer(gpu)) as measurer:
-        chosen = _select(problem, measurer.device, table, settings)
+        chosen = _select(problem, measurer.device, table, overrides)
         artifact = compile_variant(chosen.variant)
         for kind in KINDS:
             report = measurer.verify(chosen.problem, artifact, kind, seed)
@@ -326,6 +331,169 @@ def bench(
         results.append(asdict(cost))
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+
+class MeasurerKind(str, Enum):
+    """Where times come from."""
+
+    CUDA = "cuda"
+    REPLAY = "replay"
+    MODEL = "model"
+
+
+@app.command()
+def tune(
+    preset: Annotated[str | None, typer.Option("--preset", help="A named list: demo, paper, small.")] = None,
+    problem: Annotated[list[str] | None, typer.Option("--problem", help="A problem. Repeatable.")] = None,
+    shapes: Annotated[Path | None, typer.Option("--shapes", help="File with a problem a line; # comments.")] = None,
+    from_misses: Annotated[bool, typer.Option("--from-misses", help="What programs called and no row covers.")] = False,
+    measure: Annotated[MeasurerKind, typer.Option("--measure", help="Where times come from.")] = MeasurerKind.CUDA,
+    grid_file: Annotated[Path | None, typer.Option("--grid", help="Recorded times, for --measure replay.")] = None,
+    devices: Annotated[str, typer.Option("--devices", help="GPUs to measure on: 0,1 or all; one kind.")] = "0",
+    arch: Annotated[str | None, typer.Option("--arch", help="Target of --measure model; else a check.")] = None,
+    effort: Annotated[str, typer.Option("--effort", help="quick or full.")] = "quick",
+    trials: Annotated[int | None, typer.Option("--trials", min=1, help="Trials a problem.")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="Seconds a problem.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of every random choice.")] = 0,
+    storage: Annotated[str | None, typer.Option("--storage", help="Journal file or Optuna URL of the studies.")] = None,
+    space: Annotated[Path | None, typer.Option("--space", help="A search space instead of the shipped one.")] = None,
+    record: Annotated[Path | None, typer.Option("--record", help="Add all times to this grid, for replay.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Table to write. Default with cuda: the user's; else none.")
+    ] = None,
+) -> None:
+    """Searches for the fastest config of each problem. Kill it at any moment and run it again: it goes on."""
+    from fa4gen.search_space import SearchSpace
+    from fa4gen.tune.effort import get_effort
+    from fa4gen.tune.objective import Bench
+    from fa4gen.tune.study import Settings
+
+    budgeted = get_effort(effort)
+    settings = Settings(
+        effort=replace(budgeted, trials=trials or budgeted.trials),
+        seed=seed,
+        space=SearchSpace.from_file(space) if space else None,
+        storage=storage,
+        budget_s=budget,
+        record=record,
+    )
+    problems = _problems_to_tune(preset, problem, shapes)
+    if record is not None and measure is not MeasurerKind.CUDA:
+        raise UsageError(f"--record keeps measurements: it needs --measure cuda, not {measure.value}")
+    if not problems and not from_misses:
+        raise UsageError("nothing to tune: give --preset, --problem, --shapes or --from-misses")
+    with contextlib.ExitStack() as stack:
+        measurers = _measurers(measure, grid_file, devices, arch, seed)
+        for measurer in measurers:
+            stack.callback(measurer.close)
+        device = measurers[0].device
+        if arch not in (None, device.arch.name):
+            raise UsageError(f"--arch {arch}, but {device.name} is {device.arch.name}")
+        if from_misses:
+            problems += _missed(device)
+        if output is None and measure is MeasurerKind.CUDA:
+            output = knobs.tuned_dir() / f"{device.key}.json"
+        compiler = None
+        if measurers[0].needs_artifact:
+            from fa4gen.compile import CompilePool
+
+            compiler = CompilePool()
+        bench = stack.enter_context(Bench(measurers, compiler))
+        missing = _search(problems, bench, settings, output)
+    if missing:
+        raise typer.Exit(1)
+
+
+def _problems_to_tune(preset: str | None, texts: list[str] | None, shapes: Path | None) -> list[AttentionProblem]:
+    """The problems that were named, each once, in order."""
+    from fa4gen.presets import get_preset
+
+    problems = list(get_preset(preset)) if preset else []
+    problems += [AttentionProblem.parse(text) for text in texts or ()]
+    if shapes is not None:
+        lines = (line.partition("#")[0].strip() for line in shapes.read_text(encoding="utf-8").splitlines())
+        problems += [AttentionProblem.parse(line) for line in lines if line]
+    return list(dict.fromkeys(problems))
+
+
+def _missed(device: Device) -> list[AttentionProblem]:
+    from fa4gen import dispatch
+
+    missed = [miss.problem for miss in dispatch.misses() if miss.device == device.key]
+    if not missed:
+        raise UsageError(f"no misses are recorded for {device.key}: nothing to tune")
+    return missed
+
+
+def _measurers(kind: MeasurerKind, grid_file: Path | None, devices: str, arch: str | None, seed: int) -> list[Measurer]:
+    if (kind is MeasurerKind.REPLAY) != (grid_file is not None):
+        raise UsageError("--measure replay and --grid FILE belong together")
+    if grid_file is not None:
+        from fa4gen.measure.replay import ReplayMeasurer
+
+        return [ReplayMeasurer(grid_file, seed)]
+    if kind is MeasurerKind.MODEL:
+        from fa4gen.measure.model import BoundMeasurer
+
+        target = get_arch(arch or "sm_90a")
+        return [BoundMeasurer(next(device for device in DEVICES.values() if device.arch == target))]
+    return _cuda_measurers(devices)
+
+
+def _cuda_measurers(devices: str) -> list[Measurer]:
+    from fa4gen.measure.cuda import CudaMeasurer
+
+    if devices != "all":
+        try:
+            return [CudaMeasurer(int(index)) for index in devices.split(",")]
+        except ValueError:
+            raise UsageError(f"--devices wants indices such as 0,1 or all, got {devices!r}") from None
+    measurers: list[Measurer] = []
+    while True:  # only the worker of a device asks CUDA whether it is there
+        measurer = CudaMeasurer(len(measurers))
+        try:
+            _ = measurer.device
+        except NoDeviceError:
+            measurer.close()
+            if not measurers:
+                raise
+            return measurers
+        measurers.append(measurer)
+
+
+def _search(problems: list[AttentionProblem], bench: Bench, settings: Settings, output: Path | None) -> bool:
+    """Tunes one problem after the other, saves each row as soon as it is known, prints the winners.
+
+    Returns whether a problem has no result.
+    """
+    from fa4gen.progress import SearchProgress
+    from fa4gen.tune.study import tune_problems
+    from fa4gen.tuned_table import TunedTable
+
+    known: list[tuple[AttentionProblem, Config]] = []
+    if bench.measurers[0].needs_artifact:  # a recorded grid or a model is searched from scratch
+        known = [(row.problem, row.config) for row in _tables(bench.device, None).own_rows]
+    settings = replace(settings, storage=settings.open_storage())
+    results: list[TuneResult] = []
+    try:
+        with SearchProgress(problems, settings.effort.trials) as progress:
+            for problem in problems:
+                found = tune_problems([problem], bench, settings, known=known, observer=progress)
+                known += [(result.problem, result.config) for result in found]
+                results += found
+                if output is not None:
+                    TunedTable.update(output, bench.device.key, [result.row() for result in found])
+    finally:
+        if results:
+            out.print(winners_table(results))
+    for problem, reason in progress.failed.items():
+        err.print(f"[bold red]no result[/] for {problem}: {escape(reason)}", soft_wrap=True)
+    if output is not None and results:
+        out.print(f"{len(results)} rows in {output}", soft_wrap=True)
+    return bool(progress.failed)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -439,7 +607,7 @@ def export(
     table: Annotated[Path | None, typer.Option("--table", help="Write all tuned rows of the device here.")] = None,
     source: Annotated[Path | None, typer.Option("--source", help="Write PROBLEM's kernel as one file here.")] = None,
     aot: Annotated[Path | None, typer.Option("--aot", help="Compile all tuned rows into a library here.")] = None,
-    settings: Settings = None,
+    overrides: Overrides = None,
     device: DeviceName = None,
 ) -> None:
     """Takes tuned kernels to where fa4gen is not: as a table, as standalone source, as a compiled library."""
@@ -457,7 +625,7 @@ def export(
         library = exporting.export_aot(TunedTable(chosen_device.key, tuple(rows)), aot)
         out.print(f"{library}: {len(rows)} rows of {chosen_device.key}")
     elif source is not None and problem is not None:
-        text = exporting.export_source(_select(problem, chosen_device, None, settings).variant)
+        text = exporting.export_source(_select(problem, chosen_device, None, overrides).variant)
         source.write_text(text, encoding="utf-8")
         out.print(f"{source}: runs with CuTe DSL and torch alone")
 

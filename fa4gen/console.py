@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fa4gen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from fa4gen.bench import BenchResult
+    from fa4gen.tune.result import TuneResult
     from fa4gen.tuned_table import Row
 
 __all__ = [
@@ -52,6 +53,11 @@ def note(message: str) -> None:
 def us(value: float) -> str:
     """Microseconds with four significant digits."""
     return f"{value:.4g} us" if value < 10_000 else f"{value:,.0f} us"
+
+
+def interval(low: float, high: float) -> str:
+    """An interval in microseconds, without the unit."""
+    return f"[{us(low)}, {us(high)}]".replace(" us", "")
 
 
 def percent(ratio: float) -> str:
@@ -114,7 +120,7 @@ def efficiency(row: Row, device: Device) -> str:
     share = 100 * limits.microseconds / row.median_us
     text = f"{UNIT_NAMES[limits.unit]}: {share:.0f} % of its {us(limits.microseconds)} at {limits.clock_mhz:.0f} MHz"
     clock = row.provenance.clock_mhz
-    if clock:
+    if clock and clock != limits.clock_mhz:
         there = bound(row.problem, row.config, replace(measured_on, clock_mhz=clock))
         text += f", {100 * there.microseconds / row.median_us:.0f} % at the {clock:.0f} MHz it ran at"
     return text
@@ -127,9 +133,9 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
     how = f"{provenance.samples} samples by {provenance.measurer} on {provenance.device}"
     if provenance.clock_mhz:
         how += f" at {provenance.clock_mhz:.0f} MHz"
-    versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items() if "-libs" not in name)
     found: list[tuple[str, Any]] = [
-        (row.source.value, f"{us(row.median_us)} [{us(low)}, {us(high)}], {tflops(row.problem, row.median_us)}"),
+        (row.source.value, f"{us(row.median_us)} {interval(low, high)}, {tflops(row.problem, row.median_us)}"),
         ("", f"{how}, {provenance.date:%Y-%m-%d}, fa4gen {provenance.fa4gen}, {versions}"),
     ]
     if row.default_us:
@@ -138,6 +144,37 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
         changes = changes_text(row.runner_up.config, default)
         found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
     return [*found, ("bounded by", efficiency(row, device))]
+
+
+def winners_table(results: Sequence[TuneResult]) -> Group:
+    """What a search found: winners with their intervals, what they gained on the default, and what bounds them.
+
+    One measurer and device for all, named in the title; a predicted time says so in its row.
+    """
+    rows = []
+    for result in results:
+        default = type(result.config).default(result.problem)
+        limits = bound(result.problem, result.config, result.device)
+        gain = percent(result.default_us / result.median_us) if result.default_us else "-"
+        gap = f"{100 * result.runner_up_gap:+.1f} %" if result.runner_up_gap is not None else "-"
+        rows.append(
+            (
+                str(result.problem),
+                us(result.median_us),
+                interval(*result.interval_us),
+                tflops(result.problem, result.median_us),
+                us(result.default_us) if result.default_us else "-",
+                gain,
+                gap + (" (tie)" if result.provenance.get("tied", 1) > 1 else ""),
+                f"{UNIT_NAMES[limits.unit]} {100 * limits.microseconds / result.median_us:.0f} %",
+                result.source.value,
+                changes_text(result.config, default),
+            )
+        )
+    columns = ("problem", "median>", "95 % interval", "rate>", "default>", "gain>", "runner-up>", "of its bound>")
+    table = grid(*columns, "source", "knobs off the default", rows=rows)
+    title = {f"{r.provenance['measurer']} on {r.device.name} ({r.device.key})" for r in results}
+    return Group(Text("winners by " + ", ".join(sorted(title)), style="bold"), table)
 
 
 def bench_table(result: BenchResult) -> Group:
@@ -149,10 +186,19 @@ def bench_table(result: BenchResult) -> Group:
         if entry.median_us is None or entry.interval_us is None:
             rows.append((name, "-", "", "-", "", "", entry.note))
             continue
-        interval = f"[{us(entry.interval_us[0])}, {us(entry.interval_us[1])}]"
         against = f"{entry.speedup:.3f}" if entry.speedup else ""
         between = "[{:.3f}, {:.3f}]".format(*entry.speedup_interval) if entry.speedup_interval else ""
-        rows.append((name, us(entry.median_us), interval, f"{entry.tflops:.0f}", against, between, entry.note))
+        rows.append(
+            (
+                name,
+                us(entry.median_us),
+                interval(*entry.interval_us),
+                f"{entry.tflops:.0f}",
+                against,
+                between,
+                entry.note,
+            )
+        )
     columns = ("kernel", "median>", "95 % interval", "TFLOP/s>", "time over ours>", "95 % interval", "")
     head = Text(f"{result.problem} on {result.device}; ours by {result.reason}", style="bold")
     return Group(head, grid(*columns, rows=rows), "")

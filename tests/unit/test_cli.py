@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from fa4gen.bench import BenchResult, Entry
 from fa4gen.bound import bound
 from fa4gen.cli import app
 from fa4gen.config import FlashFwdSm90Config
-from fa4gen.measure.base import Failure, FailureKind, Source
+from fa4gen.measure.base import Failure, FailureKind, Measurement, Source
+from fa4gen.measure.model import BoundMeasurer
+from fa4gen.measure.replay import Grid
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, RunnerUp, TunedTable
 
@@ -77,7 +80,6 @@ def fails(code: int, message: str, *arguments: str | Path) -> None:
         (("show", "b=1 h=1 s=64 d=264"), "head_dim must be a multiple of 8 from 8 to 256, got 264"),
         (("show", "b=1 h=1 s=64 d=64 dtype=fp32"), "dtype must be one of bf16, fp16"),
         (("show", PROBLEM, "--device", "v100"), "unknown device 'v100'"),
-        (("show", PROBLEM, "--device", "b200"), "no kernel family runs op 'fwd' on sm_100a"),
         (("show", PROBLEM, "--table", "absent.json"), "cannot read tuned table absent.json"),
         (("render", PROBLEM, "--set", "tile_k=3"), "unknown knob 'tile_k'"),
         (("render", PROBLEM, "--set", "tile_m"), "--set wants KNOB=VALUE"),
@@ -123,7 +125,7 @@ def test_show_a_tuned_problem(table: Path) -> None:
     text = result.stdout
     assert "this very problem" in text and str(table) in text and "tile_n=96" in text
     assert "60 samples by cuda on NVIDIA H200 at 1600 MHz" in text
-    assert "300 us [299 us, 301 us]" in text and "default" in text and "+10.0 %" in text
+    assert "300 us [299, 301]" in text and "default" in text and "+10.0 %" in text
     assert "+2.0 %: " in text and "tile_n=112" in text
     limits = bound(AttentionProblem.parse(PROBLEM), CONFIG, H200)
     assert f"MMA: {100 * limits.microseconds / 300:.0f} % of its" in text
@@ -271,3 +273,76 @@ def test_bench_table_marks_who_did_not_run_or_is_wrong() -> None:
 def test_bench_refuses_bad_input_before_it_starts() -> None:
     fails(2, "unknown peer 'fa9'", "bench", PROBLEM, "--peers", "fa9")
     fails(2, "unknown word", "bench", PROBLEM, "bogus", "--peers", "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing to tune"),
+        (("--preset", "absent"), "unknown preset 'absent'; known: demo"),
+        (("--problem", "b=1"), "lacks heads"),
+        (("--shapes", "absent.txt"), "No such file"),
+        (("--preset", "demo", "--measure", "replay"), "--measure replay and --grid FILE belong together"),
+        (("--preset", "demo", "--grid", "absent.json"), "--measure replay and --grid FILE belong together"),
+        (("--preset", "demo", "--measure", "replay", "--grid", "absent.json"), "cannot read grid absent.json"),
+        (("--preset", "demo", "--devices", "first"), "--devices wants indices"),
+        (("--preset", "demo", "--measure", "model", "--arch", "sm_70"), "unknown arch 'sm_70'"),
+        (("--preset", "demo", "--effort", "huge"), "unknown effort 'huge'"),
+        (("--preset", "demo", "--measure", "model", "--space", "absent.yaml"), "cannot read absent.yaml"),
+        (("--preset", "demo", "--measure", "model", "--record", "grid.json"), "--record keeps measurements"),
+        (("--measure", "model", "--from-misses"), "no misses are recorded"),
+    ],
+)
+def test_tune_refuses_bad_input(arguments: tuple[str, ...], message: str) -> None:
+    fails(1 if "--shapes" in arguments else 2, message, "tune", *arguments)
+
+
+def test_tune_shapes_with_the_model(tmp_path: Path) -> None:
+    shapes, table = tmp_path / "shapes.txt", tmp_path / "out.json"
+    shapes.write_text(
+        "# two, one of them twice\nb=1 h=2 s=512 d=64\n\nb=1 h=2 s=512 d=64  # again\nb=1 h=2 s=1024 d=64\n"
+    )
+    arguments = ("--shapes", shapes, "--measure", "model", "--trials", "8", "--out", table)
+    result = run("tune", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "winners by model on NVIDIA H200" in result.stdout and "predicted" in result.stdout
+    rows = TunedTable.load(table).rows
+    assert [str(row.problem) for row in rows] == ["b=1 h=2 s=512 d=64", "b=1 h=2 s=1024 d=64"]
+    assert {row.source for row in rows} == {Source.PREDICTED}
+    assert run("tune", *arguments).stdout == result.stdout  # a second run has nothing left to do
+
+
+def test_tune_replays_a_grid(tmp_path: Path) -> None:
+    problem, path = AttentionProblem.parse("b=1 h=2 s=512 d=64"), tmp_path / "grid.json"
+    default = FlashFwdSm90Config.default(problem)
+    best = replace(default, tile_n=96)
+    times = {default: 20.0, best: 15.0, replace(default, tile_n=64): 30.0}
+    recorded: dict[FlashFwdSm90Config, Measurement | Failure]
+    recorded = {config: Measurement((us, us * 1.01, us * 1.02)) for config, us in times.items()}
+    recorded[replace(default, tile_n=80)] = Failure(FailureKind.TIMEOUT, "no answer")
+    grid = Grid(H200, "flash_fwd_sm90")
+    grid.record(problem, recorded.items(), {})
+    grid.save(path)
+    result = run("tune", "--problem", str(problem), "--measure", "replay", "--grid", path, "--out", tmp_path / "t.json")
+    assert result.exit_code == 0, result.output
+    assert "winners by replay grid.json" in result.stdout and "tile_n=96" in result.stdout
+    assert "1 timeout" in result.stderr
+    (row,) = TunedTable.load(tmp_path / "t.json").rows
+    assert row.config == best and row.provenance.measurer.startswith("replay grid.json")
+    assert not (tmp_path / "tuned").exists()
+    assert "tile_n=96" in run("show", str(problem), "--device", "h200", "--table", tmp_path / "t.json").stdout
+
+
+def test_interrupted_tuning_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted_at_the_second(self: BoundMeasurer, problem: AttentionProblem, *args: Any, **kwargs: Any) -> Any:
+        if problem.seqlen_q == 1024:
+            raise KeyboardInterrupt
+        return measure(self, problem, *args, **kwargs)
+
+    measure = BoundMeasurer.measure
+    monkeypatch.setattr(BoundMeasurer, "measure", interrupted_at_the_second)
+    problems = ("--problem", "b=1 h=2 s=512 d=64", "--problem", "b=1 h=2 s=1024 d=64")
+    result = run("tune", *problems, "--measure", "model", "--trials", "6", "--out", tmp_path / "t.json")
+    assert result.exit_code == 130, result.output
+    assert "everything finished is saved" in result.stderr and "b=1 h=2 s=512 d=64" in result.stdout
+    assert len(TunedTable.load(tmp_path / "t.json").rows) == 1

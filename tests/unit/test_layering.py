@@ -26,7 +26,7 @@ LAYERS = (
     ("dispatch",),
     ("interface",),
     ("export", "bench"),
-    ("cli", "console", "doctor"),
+    ("cli", "console", "doctor", "progress"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("tune", "tuned_table")}  # the search returns rows
