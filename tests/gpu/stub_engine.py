@@ -28,3 +28,15 @@ class StubEngine(CudaEngine):
 
     def writes_nothing(self, *arguments):
         pass
+
+
+class SabotagedEngine(CudaEngine):
+    """Real kernels, but those of ``tile_n`` 96 hang and those of 112 fault."""
+
+    def _kernel(self, artifact):
+        source = artifact.source_path.read_text()
+        if "TILE_N = 96\n" in source:
+            return lambda *arguments: torch.cuda._sleep(1 << 50)
+        if "TILE_N = 112\n" in source:
+            return lambda q, *rest: q.view(-1)[torch.full((1,), q.numel(), device=q.device)].add_(1)
+        return super()._kernel(artifact)
