@@ -203,7 +203,6 @@ class MBarrierWait(Wait):
                 bounds = [entry[3] for entry in entries[1:]] + [32]
                 for entry, bound in zip(entries, bounds, strict=True):
                     result[row, entry[3] : bound] = self._done(entry) and not machine.spurious()
-        machine.polled_in_vain(bool(np.all(result if f.mask is None else result | ~f.mask)))
         if machine.races and not relaxed:
             for row, warp in enumerate(f.warps.tolist()):
                 for entry in f.tokens[row]:

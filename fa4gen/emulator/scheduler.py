@@ -23,8 +23,9 @@ __all__ = ["Machine"]
 
 # Blocks a fiber runs before another one gets a turn: keeps spinning loops from starving the others.
 TURN = 512
-# Polls without a time hint that find nothing new before the run counts as stuck.
-VAIN_POLLS = 20000
+# Blocks run while nothing changed that a wait or a poll could see: so many let an operation in flight finish, and so
+# many mean that warps spin for ever.
+QUIET_BLOCKS, STUCK_BLOCKS = 200, 50_000
 
 
 class Machine(WgmmaOps):
@@ -34,7 +35,7 @@ class Machine(WgmmaOps):
                  schedule: Schedule, counts: np.ndarray, races: Races | None = None) -> None:  # fmt: skip
         super().__init__(program, launch, memory, ctas, schedule, counts, races)
         self.queue: deque[Fiber] = deque([Fiber(self, np.arange(len(ctas) * self.warps_per_cta))])
-        self.vain_polls = 0
+        self.blocks_run = self.blocks_at_change = self.version_seen = 0
         if races:
             races.attach(self)
 
@@ -50,16 +51,23 @@ class Machine(WgmmaOps):
             while self.queue:
                 if self.schedule.kind == "random" and self.in_flight and self.schedule.random.random() < 0.3:
                     self._finish_one()
-                fiber = self._next()
-                if fiber is not None:
+                quiet = self._quiet_blocks()
+                fiber = self._next() if quiet <= QUIET_BLOCKS or not self.in_flight else None
+                if fiber is not None and quiet <= STUCK_BLOCKS:
                     self._run_fiber(fiber)
                 elif self.in_flight:
                     self._finish_one()
                 else:
-                    raise Deadlock(self._deadlock_report())
+                    raise Deadlock(self._deadlock_report([*self.queue, *([fiber] if fiber else [])]))
             while self.in_flight:
                 self._finish_one()
             self._check_end()
+
+    def _quiet_blocks(self) -> int:
+        """Blocks that ran since anything changed that another warp could see."""
+        if self.version != self.version_seen:
+            self.version_seen, self.blocks_at_change = self.version, self.blocks_run
+        return self.blocks_run - self.blocks_at_change
 
     def _finish_one(self) -> None:
         index = self.schedule.random.randrange(len(self.in_flight)) if self.schedule.kind == "random" else 0
@@ -161,6 +169,7 @@ class Machine(WgmmaOps):
             self.queue.append(f)
 
     def _execute(self, f: Fiber, block: Block) -> Any:
+        self.blocks_run += 1
         self.counts[block.index, f.warp_in_cta] += 1 if len(self.ctas) == 1 else 0
         if len(self.ctas) > 1:
             np.add.at(self.counts[block.index], f.warp_in_cta, 1)
@@ -290,19 +299,6 @@ class Machine(WgmmaOps):
         """Whether a wait without a time hint reports failure although the phase is complete: it may."""
         return self.schedule.chance(0.2)
 
-    def polled_in_vain(self, success: bool) -> None:
-        """Counts polls that found nothing.
-
-        Raises:
-            Deadlock: too many in a row, and nothing else happened.
-        """
-        self.vain_polls = 0 if success else self.vain_polls + 1
-        if self.vain_polls > 50 and self.in_flight:
-            self._finish_one()
-            self.vain_polls = 0
-        if self.vain_polls > VAIN_POLLS:
-            raise Deadlock(self._deadlock_report())
-
     # Errors ------------------------------------------------------------------------------------------------------
     def _place(self, f: Fiber, instr: Any, warps: np.ndarray | None = None) -> str:
         warps = f.warps if warps is None else warps
@@ -330,14 +326,15 @@ class Machine(WgmmaOps):
         error.where = error.where or self._place(f, instr)
         return error
 
-    def _deadlock_report(self) -> str:
+    def _deadlock_report(self, fibers: list[Fiber]) -> str:
         lines = ["no warp can run and nothing is in flight"]
-        for fiber in self.queue:
+        for fiber in fibers:
             block = self.program.blocks[fiber.block]
             reasons: dict[str, list[int]] = {}
-            described = (
-                WAITS[block.end].describe(self, fiber) if fiber.parked is not None else ["to run"] * len(fiber.warps)
-            )
+            if fiber.parked is None:
+                described = ["something it polls"] * len(fiber.warps)
+            else:
+                described = WAITS[block.end].describe(self, fiber)
             for w, reason in zip(fiber.warps.tolist(), described, strict=True):
                 reasons.setdefault(reason, []).append(w)
             for reason, warps in reasons.items():

@@ -186,7 +186,6 @@ class State:
         self.in_flight: list[AsyncOp] = []
         self.version = 0
         self.mbarrier_waits = self.named_waits = 0
-        self.vain_polls = 0
         self.specials = self._specials(threads)
 
     def _specials(self, threads: int) -> dict[str, np.ndarray]:

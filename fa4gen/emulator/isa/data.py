@@ -141,6 +141,8 @@ def _matrix(e: Emitter, i: Instr, m: Mods) -> None:
 @op("shfl", unit="warp")
 def _shuffle(e: Emitter, i: Instr, m: Mods) -> None:
     kind = m.kind()
+    if kind[1] != "4":
+        raise e.unsupported("shfl of anything but 32 bits")
     m.need("sync")
     mode = m.need("idx", "bfly", "up", "down")
     target, predicate = e.pair(i.operands[0])
