@@ -37,6 +37,8 @@ DEVICE_TYPE = "cuda"  # tests replace it, to run everything but the kernel on CP
 # Shapes of a serving process may never repeat (seqlen_k grows by one a step): then the plans are dropped and rebuilt.
 MAX_PLANS = 4096
 
+_NO_BACKWARD = "attention has no backward yet and an input requires grad: detach it, or call under torch.no_grad()"
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
@@ -52,6 +54,12 @@ class _Plan:
 
 
 _plans: dict[Any, _Plan] = {}
+
+# Bound once: every attribute look-up counts in a call of a few microseconds.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
+
 os.register_at_fork(after_in_child=_plans.clear)
 
 
@@ -91,46 +99,41 @@ def attention(
         NoDeviceError: no kernel family runs on the device.
         TableError: a tuned table cannot be read.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _traced(q, k, v, causal, softmax_scale, return_lse, out, lse)
     try:
-        key = (q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse)
-        plan = _plans.get(key)
-        wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
-    except (AttributeError, TypeError):
-        _validate(q, k, v, causal, softmax_scale, return_lse)  # no tensors, or a flag that cannot be a key
-        raise
-    if wants_grad and torch.is_grad_enabled():
-        raise UnsupportedProblem(
-            "attention has no backward yet and an input requires grad: detach it, or call under torch.no_grad()"
-        )
-    if plan is None:
-        plan = _plans[key] = _make_plan(q, k, v, causal, softmax_scale, return_lse)
+        plan = _plans[q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse]
+        if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise UnsupportedProblem(_NO_BACKWARD)
+    except (KeyError, AttributeError, TypeError):  # a new shape; no tensors, or a flag that cannot be a key
+        plan = _make_plan(q, k, v, causal, softmax_scale, return_lse)
     if plan.miss is not None:
         plan.miss.calls += 1
     if out is None:
         # empty_like is the cheapest allocation there is, but it keeps the strides of a permuted q.
-        out = torch.empty_like(q) if plan.o_like_q and q.is_contiguous() else q.new_empty(plan.o_shape)
+        out = _empty_like(q) if plan.o_like_q and q.is_contiguous() else q.new_empty(plan.o_shape)
     elif out.shape != plan.o_shape or not out.is_contiguous() or out.requires_grad:
         _check_output("out", out, plan.o_shape, q)
-    outputs: tuple[torch.Tensor, ...] = (out,)
     if return_lse:
         if lse is None:
             lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
         elif lse.shape != plan.lse_shape or not lse.is_contiguous() or lse.requires_grad:
             _check_output("lse", lse, plan.lse_shape, q)
-        outputs = (out, lse)
     elif lse is not None:
         raise UnsupportedProblem("lse= was given without return_lse=True: set it, or leave lse out")
     try:
-        plan.launch(q, k, v, *outputs, plan.scale, plan.num_sms)
+        if lse is None:
+            plan.launch(q, k, v, out, plan.scale, plan.num_sms)
+            return out
+        plan.launch(q, k, v, out, lse, plan.scale, plan.num_sms)
+        return out, lse
     except (TypeError, ValueError, RuntimeError):
         # Raises the reason if it is the caller's.
         _validate(q, k, v, causal, softmax_scale, return_lse)
-        for name, output, shape in zip(("out", "lse"), outputs, (plan.o_shape, plan.lse_shape), strict=False):
-            _check_output(name, output, shape, q)
+        _check_output("out", out, plan.o_shape, q)
+        if lse is not None:
+            _check_output("lse", lse, plan.lse_shape, q)
         raise
-    return outputs if return_lse else out
 
 
 def warmup(
@@ -201,7 +204,8 @@ def _make_plan(
         miss = None if resolution.covered else dispatch.record_miss(chosen.device, problem)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    return _Plan(
+    key = (q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse)
+    plan = _plans[key] = _Plan(
         launch=launch,
         scale=float(softmax_scale) if softmax_scale is not None else 1 / math.sqrt(problem.head_dim),
         num_sms=num_sms,
@@ -210,6 +214,7 @@ def _make_plan(
         lse_shape=lse_shape,
         miss=miss,
     )
+    return plan
 
 
 def _is_empty(problem: AttentionProblem) -> bool:
@@ -255,6 +260,8 @@ def _faults(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse:
         yield f"softmax_scale must be positive and finite, got {softmax_scale}"
     for name, t in (("q", q), ("k", k), ("v", v)):
         yield from _tensor_faults(name, t)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        yield _NO_BACKWARD
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             yield f"q and {name} must have one dtype, got {q.dtype} and {t.dtype}: cast {name}"
