@@ -321,6 +321,31 @@ class RegisterWait(Wait):
         ]
 
 
+class AllocationWait(Wait):
+    """tcgen05.alloc waits for free columns, and writes the address of the first one to shared memory."""
+
+    def ready(self, machine: Machine, f: Fiber) -> np.ndarray:
+        """A warp that finds columns has them from here on: the token is the first one."""
+        _, columns, _ = f.parked  # type: ignore[misc]
+        f.tokens = f.tokens or [None] * len(f.warps)
+        for row, slot in enumerate(f.slots.tolist()):
+            if f.tokens[row] is None:
+                f.tokens[row] = machine.tmem_reserve(slot, int(at(columns, row, 0)))
+        return np.array([token is not None for token in f.tokens])
+
+    def leave(self, machine: Machine, f: Fiber) -> None:
+        address = f.parked[0]  # type: ignore[index]
+        lane = np.zeros(f.shape, bool)
+        lane[:, 0] = True
+        first = np.repeat(np.array(f.tokens, np.uint32)[:, None], 32, axis=1)
+        machine.store(f, "shared", address, np.uint32, (first,), lane, "weak")
+
+    def describe(self, machine: Machine, f: Fiber) -> list[str]:
+        return [
+            f"TMEM columns: {int((~machine.tmem_allocated[slot]).sum())} of 512 are free" for slot in f.slots.tolist()
+        ]
+
+
 class ConvergeWait(Wait):
     """Warps of a warpgroup meet in front of its first wgmma."""
 
@@ -338,5 +363,6 @@ WAITS: dict[str, Wait] = {
     "barrier.cluster.wait": ClusterWait(),
     "bulk.wait_group": BulkWait(),
     "setmaxnreg.inc": RegisterWait(),
+    "tcgen05.alloc": AllocationWait(),
     "converge": ConvergeWait(),
 }

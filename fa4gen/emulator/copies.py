@@ -25,7 +25,8 @@ class AsyncOp:
     """An operation in flight. ``run`` does all of it at once.
 
     ``read``: its sources may be overwritten; ``done``: its results are visible; ``owed``: it still needs the shared
-    memory of CTA ``slot``, as far as the issuing thread has waited for. ``clock`` is the race detector's.
+    memory of CTA ``slot``, as far as the issuing thread has waited for. ``pipe``: operations that name the same one
+    run in the order they were issued. ``clock`` is the race detector's.
     """
 
     what: str
@@ -34,6 +35,7 @@ class AsyncOp:
     read: bool = False
     done: bool = False
     owed: bool = True
+    pipe: Any = None
     clock: Any = None
 
 
@@ -42,7 +44,8 @@ class CopyOps(BarrierOps):
 
     def submit(self, op: AsyncOp) -> None:
         """Starts an asynchronous operation: at once, or when the schedule says."""
-        if self.schedule.run_now():
+        waits = op.pipe is not None and any(other.pipe == op.pipe for other in self.in_flight)
+        if not waits and self.schedule.run_now():
             self.finish(op)
         else:
             self.in_flight.append(op)

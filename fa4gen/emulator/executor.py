@@ -124,6 +124,8 @@ def run_launch(
         machine.run()
         report.shared_bytes_read += machine.shared_bytes_read
         report.shared_bytes_written += machine.shared_bytes_written
+        report.tmem_bytes_read += machine.tmem_bytes_read
+        report.tmem_bytes_written += machine.tmem_bytes_written
         report.mbarrier_waits += machine.mbarrier_waits
         report.named_barrier_waits += machine.named_waits
         if progress is not None:

@@ -59,6 +59,7 @@ class Program:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.numbers = {name: number for number, name in enumerate(kernel.registers)}
+        self.uses_tmem = any(i.opcode == "tcgen05" for i in kernel.instrs)
         self.constants: dict[str, Any] = NAMESPACE | FUNCTIONS
         self.blocks = _split(kernel)
         emitters = [self._emit(block) for block in self.blocks]

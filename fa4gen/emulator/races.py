@@ -34,10 +34,22 @@ __all__ = ["Races", "Stamp"]
 ORDER, PROXY, INIT = range(3)
 # Agent 0 is everything that CTAs which are gone have done: nobody knows of it, unless through an atomic.
 PAST = 0
-WARP, WGMMA, BULK_READ, BULK_WRITE = range(4)
+WARP, WGMMA, BULK_READ, BULK_WRITE, TMEM_LOAD, TMEM_STORE, MMA = range(7)
+KINDS = 7
+KIND_NAMES = (
+    "",
+    "wgmma of ",
+    "a bulk store of ",
+    "a bulk store of ",
+    "tcgen05.ld of ",
+    "tcgen05.st of ",
+    "tcgen05.mma of ",
+)
 RELEASING = ("release", "acq_rel")
 ACQUIRING = ("acquire", "acq_rel")
 CELLS = 1 << SLOT_BITS - 2
+# A cell of tensor memory is one column of a warp's quadrant.
+TMEM_CELLS = 4 * 512
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,12 @@ class Races:
         self.warps = len(machine.ctas) * machine.warps_per_cta
         for shadow in self.global_shadows.values():
             shadow.retire()
-        self.size = 1 + 4 * self.warps + 64 * len(machine.ctas)
+        self.size = 1 + KINDS * self.warps + 64 * len(machine.ctas)
         for key in self.atomics:
             past = np.zeros((3, self.size), np.int32)
             past[:, PAST] = 1
             self.atomics[key] = past
-        self.agents = 1 + 4 * self.warps
+        self.agents = 1 + KINDS * self.warps
         self.clocks = np.zeros((self.warps, 3, self.size), np.int32)
         own = np.arange(self.warps)
         self.clocks[own, ORDER, 1 + own] = 1
@@ -102,6 +114,8 @@ class Races:
         self.converged = np.zeros(self.warps, np.int32)
         self.observed = np.zeros_like(self.clocks)
         self.shared = [Shadow(CELLS) for _ in machine.ctas]
+        self.tmem = [Shadow(TMEM_CELLS) for _ in range(len(machine.tmem))]
+        self.tensor_time = np.zeros((KINDS, self.warps), np.int64)
         self.names: dict[int, str] = {PAST: "a CTA that ran before"}
         self.bulk_time = [0] * self.warps
         self.wgmma_time = [1] * self.warps
@@ -125,7 +139,16 @@ class Races:
         kind, warp = divmod(agent - 1, self.warps)
         slot, warp = divmod(warp, self.machine.warps_per_cta)
         who = f"warp {warp} of CTA {self.machine.cta_name(slot)}"
-        return f"{('', 'wgmma of ', 'a bulk store of ', 'a bulk store of ')[kind]}{who}"
+        kinds = (
+            "",
+            "wgmma of ",
+            "a bulk store of ",
+            "a bulk store of ",
+            "tcgen05.ld of ",
+            "tcgen05.st of ",
+            "tcgen05.mma of ",
+        )
+        return f"{kinds[kind]}{who}"
 
     # Synchronisation ---------------------------------------------------------------------------------------------
     def release(self, warp: int, barrier: MBarrier | CountedBarrier, relaxed: bool = False) -> None:
@@ -210,6 +233,11 @@ class Races:
         self.visits[barrier.flat >> SLOT_BITS][barrier.agent] = self.load_time[barrier.agent]
         return Stamp(barrier.agent, self.load_time[barrier.agent], self._issuing(warp))
 
+    def commit_finished(self, stamp: Stamp, barrier: MBarrier) -> None:
+        """Whoever waits will know of the MMAs, and of what they knew."""
+        barrier.arriving = stamp.known if barrier.arriving is None else np.maximum(barrier.arriving, stamp.known)
+        self.load_finished(stamp, barrier)
+
     def load_finished(self, stamp: Stamp, barrier: MBarrier) -> None:
         """Whoever waits for the barrier's phase will know of the load."""
         arriving = np.zeros((3, self.size), np.int32) if barrier.arriving is None else barrier.arriving.copy()
@@ -263,6 +291,64 @@ class Races:
                 self._check_read(shadow, cells, self._seen(known[row + index]), self.agent(warp, WGMMA))
                 self._record_read(shadow, cells, self.agent(warp, WGMMA), times[row + index])
 
+    # Tensor memory -----------------------------------------------------------------------------------------------
+    def tmem_lanes(self, f: Fiber, column: np.ndarray, count: int, write: bool) -> None:
+        """tcgen05.ld and st: their own agents until the warp has waited for them."""
+        kind = TMEM_STORE if write else TMEM_LOAD
+        for row, warp in enumerate(f.warps.tolist()):
+            self.tensor_time[kind, warp] += 1
+            first = warp % self.machine.warps_per_cta % 4 * 512 + int(column[row])
+            shadow, cells = self.tmem[int(f.slots[row])], slice(first, first + count)
+            agent, time = self.agent(warp, kind), int(self.tensor_time[kind, warp])
+            known = self.clocks[warp].copy()
+            known[ORDER, self.agent(warp, TMEM_STORE)] = self.tensor_time[TMEM_STORE, warp]
+            known[ORDER, agent] = time
+            if write:
+                self._check_write(shadow, cells, known, known[ORDER], agent)
+                self._record_write(shadow, cells, agent, time)
+            else:
+                self._check_read(shadow, cells, known[ORDER], agent)
+                self._record_read(shadow, cells, agent, time)
+
+    def tmem_waited(self, warps: np.ndarray, what: str) -> None:
+        kind = TMEM_LOAD if what == "ld" else TMEM_STORE
+        for warp in warps.tolist():
+            self._learn(warp, self.agent(warp, kind), int(self.tensor_time[kind, warp]))
+
+    def mma_issued(self, warp: int) -> Stamp:
+        """MMAs of one issuer run in order: each knows those before it."""
+        self.tensor_time[MMA, warp] += 1
+        time, agent = int(self.tensor_time[MMA, warp]), self.agent(warp, MMA)
+        known = self._issuing(warp)
+        known[:INIT, agent] = time
+        return Stamp(agent, time, known)
+
+    def commit_issued(self, warp: int, barriers: list[MBarrier]) -> Stamp:
+        for barrier in barriers:
+            self.barrier_use(warp, barrier, asynchronous=True)
+        agent, time = self.agent(warp, MMA), int(self.tensor_time[MMA, warp])
+        for barrier in barriers:
+            visits = self.visits[barrier.flat >> SLOT_BITS]
+            visits[agent] = max(visits.get(agent, 0), time)
+        # Behind the MMAs is all that they waited for; what the issuer did itself is not.
+        known = self.clocks[warp].copy()
+        known[:, 1 + warp] = 0
+        return Stamp(agent, time, known)
+
+    def mma_reads_shared(self, stamp: Stamp, granules: np.ndarray) -> None:
+        shadow, cells = self.shared[int(granules.flat[0]) // CELLS], granules % CELLS
+        self._check_read(shadow, cells, self._seen(stamp.known), stamp.agent)
+        self._record_read(shadow, cells, stamp.agent, stamp.time)
+
+    def mma_tmem(self, stamp: Stamp, slot: int, first: int, count: int, write: bool) -> None:
+        cells = (np.arange(4)[:, None] * 512 + np.arange(first, first + count)).ravel()
+        if write:
+            self._check_write(self.tmem[slot], cells, stamp.known, stamp.known[ORDER], stamp.agent)
+            self._record_write(self.tmem[slot], cells, stamp.agent, stamp.time)
+        else:
+            self._check_read(self.tmem[slot], cells, stamp.known[ORDER], stamp.agent)
+            self._record_read(self.tmem[slot], cells, stamp.agent, stamp.time)
+
     # Accesses ----------------------------------------------------------------------------------------------------
     def _seen(self, known: np.ndarray) -> np.ndarray:
         """By agent, the time up to which an asynchronous access knows its writes."""
@@ -301,9 +387,12 @@ class Races:
         index = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else np.broadcast_to(cells, late.shape)
         offset = 4 * int(index[late].flat[0])
         slot = next((s for s, owner in enumerate(self.shared) if owner is shadow), None)
+        tensor_slot = next((s for s, owner in enumerate(self.tmem) if owner is shadow), None)
         place = f"byte {offset:#x} of "
         if slot is not None:
             place += f"the shared memory of CTA {self.machine.cta_name(slot)}"
+        elif tensor_slot is not None:
+            place = f"TMEM column {offset // 4 % 512} of CTA {self.machine.cta_name(tensor_slot)}"
         else:
             place += next(r.name for r in self.machine.memory.regions if self.global_shadows.get(r.base) is shadow)
         raise RaceError(

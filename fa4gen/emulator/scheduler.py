@@ -14,7 +14,7 @@ from fa4gen.emulator.fiber import Fiber, Frame
 from fa4gen.emulator.memory import GlobalMemory
 from fa4gen.emulator.program import Block, Program
 from fa4gen.emulator.state import Launch, Schedule
-from fa4gen.emulator.wgmma import WgmmaOps
+from fa4gen.emulator.tcgen05 import TensorOps
 
 if TYPE_CHECKING:
     from fa4gen.emulator.races import Races
@@ -28,7 +28,7 @@ TURN = 512
 QUIET_BLOCKS, STUCK_BLOCKS = 200, 50_000
 
 
-class Machine(WgmmaOps):
+class Machine(TensorOps):
     """Runs the resident CTAs of one launch: fibers, schedules, divergence, errors."""
 
     def __init__(self, program: Program, launch: Launch, memory: GlobalMemory, ctas: list[tuple[int, int, int]],
@@ -71,6 +71,9 @@ class Machine(WgmmaOps):
 
     def _finish_one(self) -> None:
         index = self.schedule.random.randrange(len(self.in_flight)) if self.schedule.kind == "random" else 0
+        pipe = self.in_flight[index].pipe
+        if pipe is not None:
+            index = next(i for i, other in enumerate(self.in_flight) if other.pipe == pipe)
         op = self.in_flight.pop(index)
         try:
             self.finish(op)
@@ -351,6 +354,10 @@ class Machine(WgmmaOps):
                     f"CTA {cta} exits while a {owed[0].what} of warp {w % self.warps_per_cta}, lane {lane} may still "
                     "read its shared memory: no cp.async.bulk.wait_group covers it"
                 )
+        if self.tmem_allocated.any():
+            slot = int(self.tmem_allocated.any(axis=1).argmax())
+            columns = int(self.tmem_allocated[slot].sum())
+            raise KernelFault(f"CTA {self.cta_name(slot)} exits with {columns} TMEM columns that it never freed")
         for key, ops in self.bulk_open.items():
             if ops:
                 raise KernelFault(

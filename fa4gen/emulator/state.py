@@ -170,6 +170,11 @@ class State:
         self.shared = np.zeros(len(ctas) << SLOT_BITS, np.uint8)
         self.shared_written = np.zeros((len(ctas) << SLOT_BITS) // 4, bool)
         self.shared_bytes_read = self.shared_bytes_written = 0
+        tensor_ctas = len(ctas) if program.uses_tmem else 0
+        self.tmem = np.zeros((tensor_ctas, 128, 512), np.uint32)
+        self.tmem_written = np.zeros(self.tmem.shape, bool)
+        self.tmem_allocated = np.zeros((tensor_ctas, 512), bool)
+        self.tmem_bytes_read = self.tmem_bytes_written = 0
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[tuple[int, int], CountedBarrier] = {}
         clusters = len(ctas) // self.cluster_size

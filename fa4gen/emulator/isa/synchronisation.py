@@ -21,6 +21,8 @@ def suspension_of(instr: Instr) -> str | None:
         return "bulk.wait_group"
     if instr.opcode == "setmaxnreg" and "inc" in mods:
         return "setmaxnreg.inc"
+    if instr.opcode == "tcgen05" and mods[0] == "alloc":
+        return "tcgen05.alloc"
     if instr.opcode == "converge":
         return "converge"
     return None
