@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -81,12 +81,21 @@ class Knob:
 
     def active(self, values: Mapping[str, Any]) -> bool:
         """Whether the condition holds for ``values`` (problem fields and the knobs above this one)."""
-        return self.condition is None or bool(_compiled(self.condition)(values))
+        if self.condition is None:
+            return True
+        return _holds(self.condition, tuple((name, values[name]) for name in _names(self.condition)))
 
 
 @functools.cache
-def _compiled(condition: str) -> Callable[[Mapping[str, Any]], Any]:
-    return _JINJA.compile_expression(condition, undefined_to_none=False)
+def _names(condition: str) -> frozenset[str]:
+    """The variables in it. Raises jinja2.TemplateSyntaxError."""
+    _JINJA.compile_expression(condition)  # rejects what is no single expression
+    return frozenset(jinja2.meta.find_undeclared_variables(_JINJA.parse("{{" + condition + "}}")))
+
+
+@functools.cache  # a search asks a hundred thousand times, about few values; jinja2 takes 20 us
+def _holds(condition: str, values: tuple[tuple[str, Any], ...]) -> bool:
+    return bool(_JINJA.compile_expression(condition, undefined_to_none=False)(dict(values)))
 
 
 @dataclass(frozen=True)
@@ -148,12 +157,10 @@ class SearchSpace:
 
     def config(self, values: Mapping[str, Any], problem: AttentionProblem) -> Config:
         """The canonical config with ``values`` where they are active (an absent knob takes its default)."""
-        known = _problem_values(problem)
-        chosen: dict[str, Any] = {}
+        scope = _problem_values(problem)
         for knob in self.knobs:
-            value = values.get(knob.name, knob.default)
-            chosen[knob.name] = value if knob.active({**known, **chosen}) else knob.default
-        return self.family.config_type(**chosen)
+            scope[knob.name] = values.get(knob.name, knob.default) if knob.active(scope) else knob.default
+        return self._build(scope)
 
     def default(self, problem: AttentionProblem) -> Config:
         """The family's default for ``problem``, knob by knob where this space holds it, else the space's own."""
@@ -178,16 +185,16 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.Trial, problem: AttentionProblem) -> Config:
         """Asks ``trial`` for the active knobs only."""
-        known = _problem_values(problem)
-        chosen: dict[str, Any] = {}
+        scope = _problem_values(problem)
         for knob in self.knobs:
-            active = knob.active({**known, **chosen})
-            chosen[knob.name] = trial.suggest_categorical(knob.name, knob.choices) if active else knob.default
-        return self.family.config_type(**chosen)
+            active = knob.active(scope)
+            scope[knob.name] = trial.suggest_categorical(knob.name, knob.choices) if active else knob.default
+        return self._build(scope)
 
     def sample(self, rng: np.random.Generator, problem: AttentionProblem) -> Config:
         """Every active knob uniform over its choices."""
-        return self.config({k.name: k.choices[rng.integers(len(k.choices))] for k in self.knobs}, problem)
+        draws = rng.integers([len(knob.choices) for knob in self.knobs])
+        return self.config({k.name: k.choices[i] for k, i in zip(self.knobs, draws, strict=True)}, problem)
 
     def neighbours(self, config: Config, problem: AttentionProblem) -> list[Config]:
         """The distinct configs that one changed knob of ``config`` gives, in the order of knobs and choices."""
@@ -198,17 +205,18 @@ class SearchSpace:
     def enumerate(self, problem: AttentionProblem) -> Iterator[Config]:
         """Every canonical config once, lazily. A shipped space has millions; restrict it before exhausting this."""
 
-        def extend(chosen: dict[str, Any], rest: tuple[Knob, ...]) -> Iterator[Config]:
+        def extend(scope: dict[str, Any], rest: tuple[Knob, ...]) -> Iterator[Config]:
             if not rest:
-                yield self.family.config_type(**chosen)
+                yield self._build(scope)
                 return
             knob = rest[0]
-            active = knob.active({**known, **chosen})
-            for choice in knob.choices if active else (knob.default,):
-                yield from extend({**chosen, knob.name: choice}, rest[1:])
+            for choice in knob.choices if knob.active(scope) else (knob.default,):
+                yield from extend({**scope, knob.name: choice}, rest[1:])
 
-        known = _problem_values(problem)
-        yield from extend({}, self.knobs)
+        yield from extend(_problem_values(problem), self.knobs)
+
+    def _build(self, scope: Mapping[str, Any]) -> Config:
+        return self.family.config_type(**{knob.name: scope[knob.name] for knob in self.knobs})
 
 
 def _problem_values(problem: AttentionProblem) -> dict[str, Any]:
@@ -239,8 +247,7 @@ def _knob(name: str, text: _KnobText, type_: Any, above: list[str]) -> Knob:
 
 def _check_condition(condition: str, known: set[str]) -> None:
     try:
-        _compiled(condition)
-        names = jinja2.meta.find_undeclared_variables(_JINJA.parse("{{" + condition + "}}"))
+        names = _names(condition)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"condition {condition!r}: {error}") from None
     if not names <= known:

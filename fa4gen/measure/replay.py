@@ -14,6 +14,7 @@ file keeps :data:`KEPT_SAMPLES` order statistics at even distances, minimum and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -135,7 +136,8 @@ class Grid:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise UsageError(f"cannot write grid {path}: {error.strerror or error}") from error
 
     def _dumps(self) -> str:
