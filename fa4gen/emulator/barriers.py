@@ -103,7 +103,8 @@ class BarrierOps(MemoryOps):
             tokens.append((barrier, barrier.generation))
             if self.races:
                 self.races.release(warp, barrier)
-            barrier.arrive(warp)
+            barrier.arrived += 32
+            barrier.settle()
         self.version += 1
         return tokens
 
@@ -113,7 +114,8 @@ class BarrierOps(MemoryOps):
             if self.races:
                 self.races.release(warp, barrier, relaxed)
             self.cluster_tokens[warp] = barrier.generation
-            barrier.arrive(warp)
+            barrier.arrived += 32
+            barrier.settle()
         self.version += 1
 
     def warp_sync(self, f: Fiber, members: Any, mask: Any) -> None:

@@ -40,7 +40,7 @@ class _DLTensor(ct.Structure):
 
 
 class _Any(ct.Structure):
-    """TVMFFIAny: types 0 None, 1 int, 2 bool, 3 float, 7 DLTensor*."""
+    """TVMFFIAny: types 0 None, 1 int, 3 float, 7 DLTensor*, 71 array object."""
 
     _fields_ = (("type", _I), ("pad", ct.c_uint32), ("value", ct.c_uint64))
 
@@ -99,7 +99,7 @@ class HostModule:
         self.function = ct.CFUNCTYPE(_I, _P, _P, _I, _P)(address)
 
     def call(self, arguments: Sequence[Any], kernels: dict[str, Kernel], on_launch: Callable[[Launch], None]) -> None:
-        """Calls the entry with :class:`Tensor`, int, float or None arguments.
+        """Calls the entry with :class:`Tensor`, int, float or None arguments, or tuples of the last three.
 
         Raises:
             LaunchError: the host code refused the arguments; the message is its own.
@@ -123,6 +123,12 @@ def _pack(value: Any, keep: list[Any]) -> _Any:
         return _Any(1, 0, value & (2**64 - 1))
     if isinstance(value, float):
         return _Any(3, 0, struct.unpack("<Q", struct.pack("<d", value))[0])
+    if isinstance(value, tuple):
+        import tvm_ffi
+
+        array = tvm_ffi.convert(value)
+        keep.append(array)
+        return _Any(71, 0, array.__chandle__())
     shape = (ct.c_int64 * len(value.shape))(*value.shape)
     strides = (ct.c_int64 * len(value.shape))(*value.strides)
     tensor = _DLTensor(

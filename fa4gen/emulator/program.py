@@ -13,7 +13,7 @@ from typing import Any
 from fa4gen.emulator.errors import UnsupportedInstruction
 from fa4gen.emulator.isa import OPCODES, SUSPENSIONS, Emitter, Mods, suspension_of
 from fa4gen.emulator.isa.values import NAMESPACE
-from fa4gen.emulator.parser import Instr, Kernel, Reg, Sym
+from fa4gen.emulator.parser import Instr, Kernel, Reg, Sym, Vec
 from fa4gen.emulator.warp import FUNCTIONS
 
 __all__ = ["Block", "Program"]
@@ -60,6 +60,13 @@ class Program:
         self.kernel = kernel
         self.numbers = {name: number for number, name in enumerate(kernel.registers)}
         self.uses_tmem = any(i.opcode == "tcgen05" for i in kernel.instrs)
+        self.tmem_loaded = frozenset(
+            item.name
+            for i in kernel.instrs
+            if i.opcode == "tcgen05" and i.mods[0] == "ld" and isinstance(i.operands[0], Vec)
+            for item in i.operands[0].items
+            if isinstance(item, Reg)
+        )
         self.constants: dict[str, Any] = NAMESPACE | FUNCTIONS
         self.blocks = _split(kernel)
         emitters = [self._emit(block) for block in self.blocks]
@@ -74,7 +81,7 @@ class Program:
             self.sources.append(text)
 
     def _emit(self, block: Block) -> Emitter:
-        emitter = Emitter(self.kernel, self.numbers, self.constants)
+        emitter = Emitter(self.kernel, self.numbers, self.constants, self.tmem_loaded)
         for instr in block.instrs:
             emitter.emit(instr)
             unit = OPCODES[instr.opcode].unit

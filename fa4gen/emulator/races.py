@@ -115,6 +115,7 @@ class Races:
         self.observed = np.zeros_like(self.clocks)
         self.shared = [Shadow(CELLS) for _ in machine.ctas]
         self.tmem = [Shadow(TMEM_CELLS) for _ in range(len(machine.tmem))]
+        self.loads_before_store = np.zeros(self.warps, np.int64)
         self.tensor_time = np.zeros((KINDS, self.warps), np.int64)
         self.names: dict[int, str] = {PAST: "a CTA that ran before"}
         self.bulk_time = [0] * self.warps
@@ -207,7 +208,8 @@ class Races:
             how = "by an asynchronous operation, with no fence since," if asynchronous else "without knowing that"
             raise RaceError(f"{barrier} is used by {self.name(1 + warp)} {how} {self.name(1 + by)} initialised it")
 
-        self._visit(warp, barrier.flat >> SLOT_BITS)
+        if not asynchronous:
+            self._visit(warp, barrier.flat >> SLOT_BITS)
 
     def _visit(self, warp: int, slot: int) -> None:
         """Notes an access to the shared memory of another CTA."""
@@ -301,9 +303,11 @@ class Races:
             shadow, cells = self.tmem[int(f.slots[row])], slice(first, first + count)
             agent, time = self.agent(warp, kind), int(self.tensor_time[kind, warp])
             known = self.clocks[warp].copy()
-            known[ORDER, self.agent(warp, TMEM_STORE)] = self.tensor_time[TMEM_STORE, warp]
-            known[ORDER, agent] = time
+            # One warp's loads and stores run in order.
+            for own in (TMEM_LOAD, TMEM_STORE):
+                known[ORDER, self.agent(warp, own)] = self.tensor_time[own, warp]
             if write:
+                self.loads_before_store[warp] = self.tensor_time[TMEM_LOAD, warp]
                 self._check_write(shadow, cells, known, known[ORDER], agent)
                 self._record_write(shadow, cells, agent, time)
             else:
@@ -314,6 +318,8 @@ class Races:
         kind = TMEM_LOAD if what == "ld" else TMEM_STORE
         for warp in warps.tolist():
             self._learn(warp, self.agent(warp, kind), int(self.tensor_time[kind, warp]))
+            if kind == TMEM_STORE:
+                self._learn(warp, self.agent(warp, TMEM_LOAD), int(self.loads_before_store[warp]))
 
     def mma_issued(self, warp: int) -> Stamp:
         """MMAs of one issuer run in order: each knows those before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,21 +112,8 @@ class CountedBarrier:
     arrived: int = 0
     generation: int = 0
     exited: int = 0
-    warps: set[int] = field(default_factory=set)
     arriving: Any = None
     released: Any = None
-
-    def arrive(self, warp: int) -> None:
-        """One warp arrives.
-
-        Raises:
-            KernelFault: it did so before, and the barrier has not completed since.
-        """
-        if warp in self.warps:
-            raise KernelFault(f"{self} gets a warp twice")
-        self.warps.add(warp)
-        self.arrived += 32
-        self.settle()
 
     def settle(self) -> None:
         """Completes if enough threads came. ``members`` and ``exited`` are threads."""
@@ -135,7 +122,6 @@ class CountedBarrier:
             if self.arrived > need:
                 raise KernelFault(f"{self.name} gets {self.arrived} threads, expects {need}")
             self.arrived = 0
-            self.warps.clear()
             self.generation += 1
             self.released, self.arriving = self.arriving, None
 

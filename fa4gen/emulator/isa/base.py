@@ -114,7 +114,9 @@ class Emitter:
     same width is a view, made once. ``lines`` and ``origins`` are the source and the instruction of every line.
     """
 
-    def __init__(self, kernel: Kernel, numbers: dict[str, int], constants: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Kernel, numbers: dict[str, int], constants: dict[str, Any], tmem_loaded: frozenset[str]
+    ) -> None:
         self.kernel = kernel
         self.numbers = numbers
         self.constants = constants
@@ -126,6 +128,9 @@ class Emitter:
         self.instr: Instr | None = None
         self.guard: str | None = None
         self.serial = 0
+        # Registers that tcgen05.ld fills: whoever reads one has waited for it.
+        self.tmem_loaded = tmem_loaded
+        self.tmem_consumed = False
 
     # Lines and names -------------------------------------------------------------------------------------------
     def line(self, text: str) -> None:
@@ -165,6 +170,9 @@ class Emitter:
     def _register(self, name: str, kind: str) -> str:
         views = self.views.get(name)
         number = self.numbers[name]
+        if name in self.tmem_loaded and not self.tmem_consumed:
+            self.tmem_consumed = True
+            self.line("M.tmem_wait(F, 'ld')")
         if views is None:
             views = self.views[name] = {"raw": f"r{number}"}
             self.exposed.add(name)

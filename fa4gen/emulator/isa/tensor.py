@@ -114,6 +114,7 @@ def _load(e: Emitter, i: Instr, m: Mods) -> None:
         raise e.unsupported("number of registers")
     result = e.temp()
     e.line(f"{result} = M.tmem_load(F, {e.address(i.operands[-1], False)}, {count}, {reduce}, {e.mask})")
+    e.tmem_consumed = False
     for index, target in enumerate(targets):
         e.define(target, f"{result}[{index}]", "u4")
     if function:
