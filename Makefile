@@ -8,7 +8,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.6,torch==2.13.0)
 
 DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
 DEMO_DIR  := build/demo
-DEMO      := b=8 h=16 s=4096 d=128 causal
+DEMO      := b=32 h=32 s=1024 d=64 causal
 
 .PHONY: setup demo test lint clean
 .DELETE_ON_ERROR:

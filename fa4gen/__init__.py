@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fa4gen.dispatch import misses
     from fa4gen.interface import attention, warmup
 
-    __version__: str
-
 __all__ = [
     "CompileError",
     "Fa4genError",
@@ -36,23 +34,18 @@ __all__ = [
     "warmup",
 ]
 
+__version__ = "0.1.0"
+
 _HOMES = {"attention": "fa4gen.interface", "warmup": "fa4gen.interface", "misses": "fa4gen.dispatch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Loads ``attention``, ``warmup``, ``misses`` and ``__version__`` at first use."""
-    from importlib import import_module, metadata
+    """Loads ``attention``, ``warmup`` and ``misses`` at first use."""
+    from importlib import import_module
 
-    if name == "__version__":
-        try:
-            value: Any = metadata.version("fa4gen")
-        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-            value = "unknown"
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module 'fa4gen' has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
 
