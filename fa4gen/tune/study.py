@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.storages import BaseStorage
 
+import fa4gen
 from fa4gen import knobs
 from fa4gen.artifact_cache import KernelSource
 from fa4gen.config import Config, get_family
@@ -195,12 +196,12 @@ class _Search:
         self._ledger.adopt()
         done = len(self._ledger.times())
         self._observer.on_start(self._problem, done, max(done, self._effort.trials))
-        finished = self._finished_result(done)
+        finished = self._finished_result()
         if finished is None:
             self._enqueue(seeds)
             self._search()
             finished = self._race()
-            self._ledger.set_attr("result", {"effort": asdict(self._effort), **finished.to_dict()})
+            self._ledger.set_attr("result", self._stamp() | {"result": finished.to_dict()})
         trials = self._ledger.records()
         if self._settings.record is not None and self._grid is not None:
             results = ((trial.config, trial.outcome.result) for trial in trials)
@@ -242,12 +243,16 @@ class _Search:
     def _allowed(self, config: Config) -> bool:
         return (self._only is None or config in self._only) and self._bench.allows(self._problem, config)
 
-    def _finished_result(self, done: int) -> TuneResult | None:
+    def _finished_result(self) -> TuneResult | None:
         """What an earlier run with this effort found, if no trial was added since."""
         stored = self._ledger.attr("result")
-        if stored is None or stored["effort"] != asdict(self._effort) or stored["provenance"]["trials"] != done:
+        if stored is None or {**stored, "result": None} != {**self._stamp(), "result": None}:
             return None
-        return TuneResult.from_dict({name: value for name, value in stored.items() if name != "effort"})
+        return TuneResult.from_dict(stored["result"])
+
+    def _stamp(self) -> dict[str, Any]:
+        """What a stored result depends on."""
+        return {"effort": asdict(self._effort), "trials": len(self._ledger.times()), "fa4gen": fa4gen.__version__}
 
     def _enqueue(self, seeds: Iterable[Config]) -> None:
         known = {*self._ledger.times(), *self._ledger.running(), *self._ledger.waiting()}

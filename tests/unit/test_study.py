@@ -331,6 +331,7 @@ def test_a_trial_told_but_not_ended_is_not_made_again(settings, known_bad) -> No
     measurer, seen = FakeMeasurer(LANDSCAPE), Recorder()
     tune_problem(PROBLEM, bench(known_bad, measurer), settings, observer=seen)
     assert seen.started == [(12, 12)] and seen.trials == []
+    assert Counter(t.state.name for t in trials(settings.storage)) == {"COMPLETE": 12}
 
 
 def test_a_torn_last_line_of_the_journal_is_mended(settings, known_bad) -> None:
