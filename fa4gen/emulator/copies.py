@@ -11,7 +11,7 @@ import numpy as np
 
 from fa4gen.emulator.barriers import BarrierOps
 from fa4gen.emulator.errors import KernelFault
-from fa4gen.emulator.fiber import Fiber, at
+from fa4gen.emulator.fiber import Fiber, at, full
 from fa4gen.emulator.isa.values import PARAM_WINDOW, f4_of_bf16
 from fa4gen.emulator.isa.values import bf16 as to_bf16
 from fa4gen.emulator.state import SLOT_BITS
@@ -267,6 +267,18 @@ class CopyOps(BarrierOps):
         region.mark(offset, offset + count)
         self.shared_bytes_read += count
         self.memory.bytes_written += count
+
+    def thread_copy(self, f: Fiber, target: Any, source: Any, size: int, read: Any, mask: Any) -> None:
+        """cp.async: ``read`` bytes a lane, the rest of ``size`` zeros; None reads all."""
+        active = f.active if mask is None else mask
+        count = full(np.uint32(size) if read is None else read, f.shape)
+        words = [np.zeros(f.shape, np.uint32) for _ in range(size // 4)]
+        for index, word in enumerate(words):
+            part = active & (count > 4 * index)
+            if part.any():
+                address = source + np.uint64(4 * index)
+                word[part] = self.load(f, "global", address, np.uint32, 1, part, "weak")[0][part]
+        self.store(f, "shared", target, np.uint32, tuple(words), active, "weak")
 
     def store_async(self, f: Fiber, target: Any, dtype: Any, values: tuple, barrier: Any, mask: Any) -> None:
         """st.async: elements into the shared memory of a CTA of the cluster, signalled by complete_tx there."""

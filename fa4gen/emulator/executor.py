@@ -55,12 +55,14 @@ def execute(
     schedule: str = "eager",
     seed: int = 0,
     check_races: bool = False,
+    allow_open_stores: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> EmulatorReport:
     """Calls the object's entry function and runs what it launches.
 
     ``arguments``: :class:`Tensor`, int, float or None, as the entry takes them (no stream). ``progress`` is told the
-    share of CTAs of the current launch that have ended.
+    share of CTAs of the current launch that have ended. ``allow_open_stores``: a CTA may exit without having waited for
+    its last bulk stores to read shared memory.
 
     Raises:
         LaunchError: the host code refuses the arguments or the launch.
@@ -77,7 +79,7 @@ def execute(
 
     def on_launch(launch: Launch) -> None:
         program = compiled.programs[launch.kernel]
-        reports.append(run_launch(program, launch, memory, order, check_races, progress))
+        reports.append(run_launch(program, launch, memory, order, check_races, allow_open_stores, progress))
 
     kernels = {name: program.kernel for name, program in compiled.programs.items()}
     compiled.host.call(arguments, kernels, on_launch)
@@ -102,7 +104,7 @@ def _missing(region: Region, tensor: Tensor) -> int:
 
 def run_launch(
     program: Program, launch: Launch, memory: GlobalMemory, order: Schedule, check_races: bool,
-    progress: Callable[[float], None] | None,
+    allow_open_stores: bool, progress: Callable[[float], None] | None,
 ) -> KernelReport:  # fmt: skip
     """Runs one launch, in waves of CTAs.
 
@@ -121,6 +123,7 @@ def run_launch(
     for first in range(0, len(clusters), per_wave):
         wave = clusters[first : first + per_wave]
         machine = Machine(program, launch, memory, [cta for cluster in wave for cta in cluster], order, counts, races)
+        machine.allow_open_stores = allow_open_stores
         machine.run()
         report.shared_bytes_read += machine.shared_bytes_read
         report.shared_bytes_written += machine.shared_bytes_written

@@ -13,7 +13,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Fiber", "Frame", "at", "full"]
 
-POISON = {"b": np.bool_(True), "u": 0xDEADBEEF, "i": -0x21524111, "f": np.nan}
+# What a register holds before anything is written to it, by PTX width: a NaN as any floating-point type.
+POISON = {
+    1: np.bool_(True),
+    8: np.uint8(0xFF),
+    16: np.uint16(0x7FFF),
+    32: np.uint32(0x7FFFDEAD),
+    64: np.uint64(0x7FFFDEAD7FFFDEAD),
+}
+
+
+class Registers(dict[int, Any]):
+    """A register file by number. What nothing wrote reads as poison.
+
+    It is no error: compilers leave values undefined that only masked lanes or unused bytes come from.
+    """
+
+    __slots__ = ("poison",)
+
+    def __init__(self, poison: dict[int, Any]) -> None:
+        self.poison = poison
+
+    def __missing__(self, number: int) -> Any:
+        return self.poison[number]
 
 
 def full(value: Any, shape: tuple[int, int]) -> np.ndarray:
@@ -66,7 +88,7 @@ class Fiber:
         self.warps = warps
         self.slots = warps // machine.warps_per_cta
         self.block = block
-        self.regs: dict[int, Any] = {}
+        self.regs = Registers(machine.program.poison)
         self.mask: np.ndarray | None = None
         self.stack: list[Frame] = []
         self.parked: tuple[Any, ...] | None = None
@@ -94,15 +116,13 @@ class Fiber:
     def merge(self, mask: np.ndarray, values: dict[int, Any]) -> None:
         """Writes registers in the lanes of ``mask`` only."""
         for number, new in values.items():
-            old = self.regs.get(number)
-            if old is not None:
-                new = np.where(mask, new, old if old.dtype == new.dtype else old.view(new.dtype))
-            self.regs[number] = new
+            old = self.regs[number]
+            self.regs[number] = np.where(mask, new, old if old.dtype == new.dtype else old.view(new.dtype))
 
     def take(self, rows: np.ndarray, after: bool = False) -> Fiber:
         """A fiber of some of the warps; ``rows`` are their positions in this one. ``after``: ``block`` has run."""
         part = Fiber(self.machine, self.warps[rows], self.block)
-        part.regs = {n: _rows(v, rows) for n, v in self._carried(after)}
+        part.regs.update((n, _rows(v, rows)) for n, v in self._carried(after))
         part.mask = None if self.mask is None else self.mask[rows]
         part.stack = [Frame(f.meet, f.mask[rows], [(b, m[rows]) for b, m in f.others]) for f in self.stack]
         if self.parked is not None:
@@ -135,7 +155,7 @@ class Fiber:
         joined = Fiber(first.machine, np.concatenate([f.warps for f in fibers]), first.block)
         carried = [dict(f._carried()) for f in fibers]
         for number in dict.fromkeys(n for regs in carried for n in regs):
-            joined.regs[number] = _stack([regs.get(number) for regs in carried], fibers)
+            joined.regs[number] = _stack([regs.get(number, first.regs.poison[number]) for regs in carried], fibers)
         if first.parked is not None:
             joined.parked = tuple(
                 _stack(list(parts), fibers) for parts in zip(*(f.parked for f in fibers), strict=True)
@@ -151,13 +171,11 @@ def _stack(values: list[Any], fibers: Sequence[Fiber]) -> Any:
     known = next((v for v in values if v is not None), None)
     if not isinstance(known, (np.generic, np.ndarray)):
         return known
-    if all(v is not None and v.ndim == 0 and v.dtype == known.dtype and v == known for v in values):
+    if all(v.ndim == 0 and v.dtype == known.dtype and v == known for v in values):
         return known
     parts = []
     for value, fiber in zip(values, fibers, strict=True):
-        if value is None:
-            value = np.array(POISON[known.dtype.kind]).astype(known.dtype)
-        elif value.dtype != known.dtype:
+        if value.dtype != known.dtype:
             value = value.view(known.dtype)
         parts.append(full(value, fiber.shape))
     return np.concatenate(parts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa4gen.emulator.errors import UnsupportedInstruction
+from fa4gen.emulator.fiber import POISON
 from fa4gen.emulator.isa import OPCODES, SUSPENSIONS, Emitter, Mods, suspension_of
 from fa4gen.emulator.isa.values import NAMESPACE
 from fa4gen.emulator.parser import Instr, Kernel, Reg, Sym, Vec
@@ -73,6 +74,10 @@ class Program:
         live = _liveness(self.blocks, emitters)
         for block, meet in zip(self.blocks, _post_dominators(self.blocks), strict=True):
             block.meet = meet
+        self.poison = {
+            number: POISON[1 if kind == "pred" else int(kind[1:])]
+            for number, kind in enumerate(kernel.registers.values())
+        }
         self.sources = []
         for block, emitter, (live_in, live_out) in zip(self.blocks, emitters, live, strict=True):
             block.live_in = frozenset(self.numbers[n] for n in live_in)

@@ -121,6 +121,7 @@ class Races:
         self.bulk_time = [0] * self.warps
         self.wgmma_time = [1] * self.warps
         self.wgmma_groups: list[list[int]] = [[] for _ in range(self.warps)]
+        self.load_agents: dict[int, int] = {}
         self.inits: dict[int, tuple[int, int]] = {}
         self.load_time: dict[int, int] = defaultdict(int)
         # By slot: the last access of every agent that could come when the CTA is gone.
@@ -192,10 +193,12 @@ class Races:
         self.clocks[warps, ORDER, 1 + warps] += 1
 
     def barrier_init(self, warp: int, barrier: MBarrier) -> None:
-        if self.agents == self.size:
-            raise RaceError(f"more than {64 * len(self.machine.ctas)} mbarriers: too many for the race detector")
-        barrier.agent = self.agents
-        self.agents += 1
+        if barrier.flat not in self.load_agents:
+            if self.agents == self.size:
+                raise RaceError(f"more than {64 * len(self.machine.ctas)} mbarriers: too many for the race detector")
+            self.load_agents[barrier.flat] = self.agents
+            self.agents += 1
+        barrier.agent = self.load_agents[barrier.flat]
         slot, offset = barrier.flat >> SLOT_BITS, barrier.flat & (1 << SLOT_BITS) - 1
         self.names[barrier.agent] = f"a load on the mbarrier at {offset:#x} of CTA {self.machine.cta_name(slot)}"
         self.inits[barrier.flat] = (warp, int(self.clocks[warp, ORDER, 1 + warp]))

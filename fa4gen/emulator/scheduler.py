@@ -35,6 +35,7 @@ class Machine(TensorOps):
                  schedule: Schedule, counts: np.ndarray, races: Races | None = None) -> None:  # fmt: skip
         super().__init__(program, launch, memory, ctas, schedule, counts, races)
         self.queue: deque[Fiber] = deque([Fiber(self, np.arange(len(ctas) * self.warps_per_cta))])
+        self.allow_open_stores = False
         self.blocks_run = self.blocks_at_change = self.version_seen = 0
         if races:
             races.attach(self)
@@ -151,8 +152,9 @@ class Machine(TensorOps):
             if f.parked is None:
                 try:
                     operands = self._execute(f, block)
-                except (EmulatorError, KeyError) as error:
-                    raise self._located(error, f, block) from error
+                except EmulatorError as error:
+                    self._locate(error, f, block)
+                    raise
                 if block.end == "branch":
                     f = self._branch(f, block, operands)
                 elif block.end == "goto":
@@ -312,22 +314,14 @@ class Machine(TensorOps):
         others = f" and in {len(named) - 1} other CTAs" if len(named) > 1 else ""
         return f"{self.program.where(instr)}, CTA {cta} warps {', '.join(map(str, members))}{others}"
 
-    def _located(self, error: Exception, f: Fiber, block: Block) -> EmulatorError:
-        """The error with the PTX line on which the block's function stopped."""
+    def _locate(self, error: EmulatorError, f: Fiber, block: Block) -> None:
+        """Notes in the error the PTX line on which the block's function stopped."""
         instr = block.terminator
         file = self.program.file(block)
         for entry in traceback.extract_tb(error.__traceback__):
             if entry.filename == file and entry.lineno is not None:
                 instr = block.origins[entry.lineno - 1]
-        if isinstance(error, KeyError):
-            number = error.args[0]
-            name = next((n for n, k in self.program.numbers.items() if k == number), None)
-            if name is None:
-                raise error
-            return KernelFault(f"reads register {name}, which nothing wrote", self._place(f, instr))
-        assert isinstance(error, EmulatorError)
         error.where = error.where or self._place(f, instr)
-        return error
 
     def _deadlock_report(self, fibers: list[Fiber]) -> str:
         lines = ["no warp can run and nothing is in flight"]
@@ -346,6 +340,12 @@ class Machine(TensorOps):
 
     def _check_end(self) -> None:
         """What must not be left over when all CTAs have ended."""
+        if self.tmem_allocated.any():
+            slot = int(self.tmem_allocated.any(axis=1).argmax())
+            columns = int(self.tmem_allocated[slot].sum())
+            raise KernelFault(f"CTA {self.cta_name(slot)} exits with {columns} TMEM columns that it never freed")
+        if self.allow_open_stores:
+            return
         for (w, lane), groups in self.bulk_groups.items():
             owed = [op for group in groups for op in group if op.owed]
             if owed:
@@ -354,10 +354,6 @@ class Machine(TensorOps):
                     f"CTA {cta} exits while a {owed[0].what} of warp {w % self.warps_per_cta}, lane {lane} may still "
                     "read its shared memory: no cp.async.bulk.wait_group covers it"
                 )
-        if self.tmem_allocated.any():
-            slot = int(self.tmem_allocated.any(axis=1).argmax())
-            columns = int(self.tmem_allocated[slot].sum())
-            raise KernelFault(f"CTA {self.cta_name(slot)} exits with {columns} TMEM columns that it never freed")
         for key, ops in self.bulk_open.items():
             if ops:
                 raise KernelFault(

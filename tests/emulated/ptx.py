@@ -78,7 +78,7 @@ def run_ptx(
     for chunk, param in zip(chunks, program.kernel.params.values(), strict=True):
         raw[param.offset : param.offset + param.size] = np.frombuffer(chunk, np.uint8)
     launch = Launch("kernel", (grid, 1, 1), (threads, 1, 1), (cluster, 1, 1), smem, raw)
-    return run_launch(program, launch, memory, Schedule(schedule, seed), races, None)
+    return run_launch(program, launch, memory, Schedule(schedule, seed), races, False, None)
 
 
 def per_thread(

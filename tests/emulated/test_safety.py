@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx import run_ptx
+from ptx import per_thread, run_ptx
 from test_isa import ARMED, WAIT
 
 from fa4gen.emulator import Deadlock, KernelFault, LaunchError, RaceError
@@ -37,7 +37,6 @@ def buffer() -> np.ndarray:
         ("ld.shared.b32 %r20, [%r1+8192];", "outside the CTA's 0x400"),
         ("st.shared.b64 [%r1+4], %rd40;", "not aligned to 8 bytes"),
         ("ld.shared.b32 %r20, [%r1+64];", "reads shared memory of CTA .* which nothing wrote"),
-        ("add.s32 %r20, %r250, 1;", "reads register %r250, which nothing wrote"),
         ("mov.b32 %r2, 5; mapa.shared::cluster.u32 %r3, %r1, %r2; ld.shared::cluster.b32 %r20, [%r3];", "names CTA 5"),
         ("mbarrier.arrive.shared.b64 _, [%r1], 1;", "mbarrier at 0x400 .* nothing initialised"),
         ("mbarrier.init.shared.b64 [%r1], 0;", "count of 0"),
@@ -55,6 +54,13 @@ def test_faults_name_the_line(body, message):
     with pytest.raises(KernelFault, match=message) as caught:
         run_ptx(body, buffer())
     assert "PTX line" in caught.value.where and "CTA (0, 0, 0) warps 0" in caught.value.where
+
+
+def test_registers_are_poison_until_written():
+    bits = per_thread("mul.f32 %r20, %r250, 0f3F800000;", "%r20", dtype=np.float32)
+    assert np.isnan(bits).all()
+    partly = per_thread("setp.lt.u32 %p1, %r0, 4; @%p1 mov.b32 %r20, 1;", "%r20")
+    assert (partly[:4] == 1).all() and (partly[4:] != 1).all()
 
 
 def test_outputs_are_poison_until_written():

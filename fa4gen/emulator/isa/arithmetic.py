@@ -15,6 +15,8 @@ def _arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
     ptx_type = m.rest[-1] if m.rest else ""
     if ptx_type == "f32x2":
         _packed_pair(e, i, m)
+    elif m.rest[-2:] in (["f32", "bf16"], ["f32", "f16"]):
+        _mixed_arithmetic(e, i, m)
     elif ptx_type == "f32":
         _float_arithmetic(e, i, m)
     elif ptx_type in ("f64", "f16", "f16x2", "bf16", "bf16x2"):
@@ -55,6 +57,23 @@ def _float_arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
         raise e.unsupported("saturation")
     values = [e.use(s, "f4") for s in i.operands[1:]]
     e.define(i.operands[0], float_expression(e, i.opcode, rounding, bool(ftz), values), "f4")
+
+
+def _mixed_arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
+    """fp32 arithmetic whose sources, but for the last of fma and the second of add and sub, are 16-bit floats."""
+    narrow = m.rest.pop()
+    m.kind()
+    rounding = m.take(*ROUNDINGS) or "rn"
+    widened = 2 if i.opcode == "fma" else 1
+    values = []
+    for position, source in enumerate(i.operands[1:]):
+        if position >= widened:
+            values.append(e.use(source, "f4"))
+        elif narrow == "bf16":
+            values.append(f"f4_of_bf16({e.use(source, 'u2')})")
+        else:
+            values.append(f"{e.use(source, 'f2')}.astype(D.f4)")
+    e.define(i.operands[0], float_expression(e, i.opcode, rounding, False, values), "f4")
 
 
 def float_expression(e: Emitter, opcode: str, rounding: str, ftz: bool, values: list[str]) -> str:
@@ -165,6 +184,16 @@ def _bit_field(e: Emitter, i: Instr, m: Mods) -> None:
         raise e.unsupported("bfe of anything but .u32")
     a, position, length = (e.use(s, "u4") for s in i.operands[1:])
     e.define(i.operands[0], f"bit_field({a}, {position}, {length})", kind)
+
+
+@op("dp2a", unit="alu")
+def _dot_product(e: Emitter, i: Instr, m: Mods) -> None:
+    part = m.need("lo", "hi")
+    a_kind, b_kind = (kind_of(i, m.rest.pop(0)) for _ in range(2))
+    a, b = (e.use(s, "u4") for s in i.operands[1:3])
+    kind = "i4" if "i" in a_kind + b_kind else "u4"
+    types = f"(D.{a_kind[0]}2,), (D.{b_kind[0]}1,)"
+    e.define(i.operands[0], f"dot_product_2({a}, {b}, {e.use(i.operands[3], kind)}, {part == 'hi'}, {types})", kind)
 
 
 @op("prmt", unit="alu")

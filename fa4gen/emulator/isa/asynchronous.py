@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fa4gen.emulator.isa.base import Emitter, Mods, op
+from fa4gen.emulator.isa.synchronisation import shared_address
 from fa4gen.emulator.parser import Imm, Instr, Mem
 
 __all__: list[str] = []
@@ -19,7 +20,8 @@ def _copy(e: Emitter, i: Instr, m: Mods) -> None:
         return
     m.need("async")
     if m.take("bulk") is None:
-        raise e.unsupported("cp.async without bulk")
+        _thread_copy(e, i, m)
+        return
     if m.take("commit_group"):
         e.line(f"M.bulk_commit(F, {e.mask})")
     elif m.take("prefetch"):
@@ -28,6 +30,30 @@ def _copy(e: Emitter, i: Instr, m: Mods) -> None:
         _tensor_copy(e, i, m)
     else:
         _bulk_copy(e, i, m)
+
+
+def _thread_copy(e: Emitter, i: Instr, m: Mods) -> None:
+    """cp.async of single threads: done at once, so its commits and waits have nothing left to do."""
+    if m.take("commit_group", "wait_group", "wait_all"):
+        return
+    if m.take("mbarrier"):
+        m.need("arrive")
+        m.need("noinc")
+        m.need("b64")
+        address = shared_address(e, m, i.operands[0])
+        e.line(f"M.mbarrier_arrive(F, {address}, c_u4_one, None, False, {e.mask})")
+        return
+    m.need("ca", "cg")
+    m.need("shared", "shared::cta")
+    m.need("global")
+    m.take("L2::64B", "L2::128B", "L2::256B")
+    _cache_hint(m)
+    target, source, size, *rest = i.operands
+    read = e.use(rest[0], "u4") if rest else "None"
+    if not isinstance(size, Imm):
+        raise e.unsupported("size of cp.async")
+    places = f"{e.address(target, False)}, {e.address(source, True)}"
+    e.line(f"M.thread_copy(F, {places}, {int(size.value)}, {read}, {e.mask})")
 
 
 def _cache_hint(m: Mods) -> None:
@@ -79,7 +105,9 @@ def _bulk_copy(e: Emitter, i: Instr, m: Mods) -> None:
         places = f"{e.address(target, True)}, {e.address(source, False)}"
         e.line(f"M.bulk_store(F, {places}, {e.use(size, 'u4')}, None, {e.mask})")
         return
-    m.need("shared::cta", "shared::cluster")
+    # Both may be shared: the destination stands first.
+    if not m.rest or m.rest.pop(0) not in ("shared::cta", "shared::cluster"):
+        raise e.unsupported("destination of a bulk copy")
     source_space = m.need("global", "shared::cta")
     m.need("mbarrier::complete_tx::bytes")
     multicast = bool(m.take("multicast::cluster"))

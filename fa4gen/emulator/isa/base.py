@@ -265,13 +265,7 @@ class Emitter:
             expression = f"({expression}).astype(D.{wide})"
             kind = wide
         if self.guard:
-            known = name in self.views
-            old = self._register(name, kind) if known else f"R.get({self.numbers[name]})"
-            choose = "np.where" if known else "choose"
-            if not known:
-                self.exposed.add(name)
-                old = f"{old}, D.{kind}"
-            expression = f"{choose}({self.guard}, {expression}, {old})"
+            expression = f"np.where({self.guard}, {expression}, {self._register(name, kind)})"
         local = f"r{self.numbers[name]}_{kind}"
         self.line(f"{local} = {expression}")
         self.views[name] = {kind: local}

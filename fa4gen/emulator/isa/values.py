@@ -29,13 +29,6 @@ def both(mask: Any, guard: Any) -> Any:
     return guard if mask is None else mask & guard
 
 
-def choose(guard: Any, new: Any, old: Any, dtype: Any) -> Any:
-    """A predicated write to a register that may hold nothing yet: its other lanes are left undefined."""
-    if old is None:
-        return new
-    return np.where(guard, new, old if old.dtype == dtype else old.view(dtype))
-
-
 def where(p: Any, a: Any, b: Any) -> Any:
     """selp: a where p, else b. Uniform predicates keep uniform values."""
     if np.ndim(p) == 0:
@@ -127,6 +120,17 @@ def integer_rem(a: Any, b: Any) -> Any:
 def bit_field(a: Any, position: Any, length: Any) -> Any:
     one = np.uint32(1)
     return (a >> position) & ((one << np.minimum(length, np.uint32(32))) - one)
+
+
+def dot_product_2(a: Any, b: Any, c: Any, high: bool, a_type: Any, b_type: Any) -> Any:
+    """dp2a: the two 16-bit halves of a times two bytes of b, plus c."""
+    shift = np.uint32(16 if high else 0)
+    total = c
+    for index in range(2):
+        half = (a >> np.uint32(16 * index)).astype(np.uint16).view(a_type[0]).astype(np.int64)
+        byte = (b >> (shift + np.uint32(8 * index))).astype(np.uint8).view(b_type[0]).astype(np.int64)
+        total = total + (half * byte).astype(np.uint32).view(c.dtype)
+    return total
 
 
 def permute_bytes(a: Any, b: Any, selector: Any) -> Any:
