@@ -263,6 +263,18 @@ def trials(storage_file: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name=study.study_name, storage=storage).trials
 
 
+def wait_until_measuring(folder: Path, done: int, process: subprocess.Popen[bytes]) -> None:
+    """Returns in the middle of the measurement after the first ``done``."""
+
+    def measuring() -> bool:
+        if len(measured(folder)) < done:
+            return False
+        states = Counter(t.state.name for t in trials(folder / "study.journal"))
+        return states["COMPLETE"] == done and states["RUNNING"] == 1
+
+    wait_for(measuring, process)
+
+
 def counted(folder: Path) -> list[dict]:
     """Parameters of the trials that count, in order."""
     return [t.params for t in trials(folder / "study.journal") if "outcome" in t.user_attrs]
@@ -274,13 +286,10 @@ def test_kill_9_and_run_again_loses_and_repeats_nothing(tmp_path: Path) -> None:
     for folder in (disturbed, undisturbed):
         folder.mkdir()
     for kill_after in (4, 8):
-        process = search(disturbed, 0.2)
-        wait_for(lambda: len(measured(disturbed)) >= kill_after, process)  # noqa: B023
-        time.sleep(0.1)
+        process = search(disturbed, 0.5)
+        wait_until_measuring(disturbed, kill_after, process)
         process.kill()
         process.wait()
-        states = Counter(t.state.name for t in trials(disturbed / "study.journal"))
-        assert states["RUNNING"] == 1 and states["COMPLETE"] == kill_after
     assert search(disturbed, 0.0).wait(60) == 0
     assert search(undisturbed, 0.0).wait(60) == 0
     assert measured(disturbed) == measured(undisturbed)
@@ -290,9 +299,8 @@ def test_kill_9_and_run_again_loses_and_repeats_nothing(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_what_is_finished_and_leaves_nothing_running(tmp_path: Path) -> None:
-    process = search(tmp_path, 0.2)
-    wait_for(lambda: len(measured(tmp_path)) >= 4, process)
-    time.sleep(0.1)
+    process = search(tmp_path, 0.5)
+    wait_until_measuring(tmp_path, 4, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
     states = Counter(t.state.name for t in trials(tmp_path / "study.journal"))
