@@ -10,7 +10,7 @@ DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
 DEMO_DIR  := build/demo
 DEMO      := b=32 h=32 s=1024 d=64 causal
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-peers lint clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -31,6 +31,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto
+
+# An extra: kernels that nobody here wrote, compiled and run in the emulator.
+test-peers: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/peers \
+		'flash-attn-4==4.0.0b36' quack-kernels einops triton
+	PYTHONPATH=build/peers $(BIN)/python -m pytest tests/emulated/peers
 
 lint: setup
 	$(BIN)/ruff check .
