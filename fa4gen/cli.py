@@ -401,7 +401,12 @@ def tune(
             from fa4gen.compile import CompilePool
 
             compiler = CompilePool()
-        bench = stack.enter_context(Bench(measurers, compiler))
+        provenance: dict[str, Any] = {}
+        if measure is MeasurerKind.CUDA:
+            from fa4gen.measure.cuda import driver_version
+
+            provenance["driver"] = driver_version()
+        bench = stack.enter_context(Bench(measurers, compiler, provenance=provenance))
         missing = _search(problems, bench, settings, output)
     if missing:
         raise typer.Exit(1)

@@ -31,7 +31,7 @@ from fa4gen.measure.worker import EngineFault, Worker, WorkerDied, WorkerHung
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
 
-__all__ = ["CudaEngine", "CudaMeasurer", "DeviceTimer", "Timing", "current_device"]
+__all__ = ["CudaEngine", "CudaMeasurer", "DeviceTimer", "Timing", "current_device", "driver_version"]
 
 PREPARE_TIMEOUT_S = 300.0  # inputs and float64 reference of a problem
 BUDGET_US = 50_000.0  # a measurement launches until its launches took this long, within the limits below
@@ -67,6 +67,19 @@ def current_device(index: int = 0) -> Device:
         sm_count=properties.multi_processor_count,
         l2_bytes=properties.L2_cache_size,
     )
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None where NVML is not there. Does not initialise CUDA."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
 
 
 @dataclass(frozen=True)
