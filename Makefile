@@ -21,13 +21,15 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-# The main job without a GPU: search over times recorded on an H200, explain a winner, compile it for the H200.
+# The main job without a GPU: search over times recorded on an H200, explain a winner, compile it for the H200 and
+# verify it in the emulator.
 demo: export FA4GEN_CACHE_DIR := $(CURDIR)/$(DEMO_DIR)/cache
 demo: setup
 	rm -rf $(DEMO_DIR)
 	$(BIN)/fa4gen tune --preset demo --measure replay --grid $(DEMO_GRID) --out $(DEMO_DIR)/tuned.json
 	$(BIN)/fa4gen show '$(DEMO)' --device h200 --table $(DEMO_DIR)/tuned.json
 	$(BIN)/fa4gen compile '$(DEMO)' --device h200 --table $(DEMO_DIR)/tuned.json
+	$(BIN)/fa4gen verify '$(DEMO)' --emulate --device h200 --table $(DEMO_DIR)/tuned.json
 
 test: setup
 	$(BIN)/python -m pytest -n auto

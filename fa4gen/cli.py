@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 from typer.core import TyperGroup
 
 from fa4gen import knobs
@@ -22,9 +23,11 @@ from fa4gen.console import (
     bound_table,
     changes_text,
     config_text,
+    emulation_facts,
     err,
     facts,
     grid,
+    instruction_table,
     note,
     out,
     row_facts,
@@ -246,15 +249,46 @@ def inspect(
     out.print(bound_table(bound(chosen.problem, chosen.config, chosen.device)))
 
 
+class ScheduleName(str, Enum):
+    """Orders in which the emulator runs what may run in any order."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+    RANDOM = "random"
+
+
 @app.command()
 def verify(
     problem: ProblemText,
     overrides: Overrides = None,
+    device: DeviceName = None,
     table: TableFile = None,
     gpu: Gpu = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random inputs, and of --schedule random.")] = 0,
+    emulate: Annotated[bool, typer.Option("--emulate", help="On the CPU, from its PTX. Needs no GPU.")] = False,
+    schedule: Annotated[
+        list[ScheduleName] | None, typer.Option("--schedule", help="Emulated order. Repeatable; default: all three.")
+    ] = None,
+    races: Annotated[bool, typer.Option("--races/--no-races", help="Look for races in the emulator.")] = True,
+    whole: Annotated[bool, typer.Option("--whole", help="Emulate PROBLEM itself, not a reduced one.")] = False,
 ) -> None:
-    """Runs the kernel for PROBLEM on the GPU, on ordinary and on hostile inputs, against a float64 reference."""
+    """Runs the kernel for PROBLEM, on the GPU or in the emulator, against a float64 reference.
+
+    On the GPU: ordinary and hostile inputs. In the emulator: a smaller problem that the same kernel serves, races,
+    deadlocks, reads of what nothing wrote, and the same bits in every schedule.
+    """
+    if emulate:
+        chosen = _select(problem, _device(device), table, overrides)
+        ok = _emulate(chosen, [name.value for name in schedule or ScheduleName], races, seed, whole)
+    elif device or schedule or whole:
+        raise UsageError("--device, --schedule and --whole are for --emulate; on the GPU say --gpu")
+    else:
+        ok = _verify_on_gpu(problem, overrides, table, gpu, seed)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _verify_on_gpu(problem: str, overrides: list[str] | None, table: Path | None, gpu: int, seed: int) -> bool:
     from fa4gen.accuracy import KINDS
     from fa4gen.compile import compile_variant
     from fa4gen.measure.base import Failure
@@ -273,8 +307,43 @@ def verify(
                 rows.append((kind, f"{report.relative_error:.1e}", f"{report.worst:.2f}", report.message))
                 wrong = wrong or not report.ok
     out.print(grid("inputs", "relative error>", "of the limit>", "verdict", rows=rows))
-    if wrong:
-        raise typer.Exit(1)
+    return not wrong
+
+
+def _emulate(chosen: _Selection, schedules: list[str], races: bool, seed: int, whole: bool) -> bool:
+    """Verifies in the emulator and prints what it found."""
+    from rich.progress import Progress
+
+    from fa4gen import emulator
+    from fa4gen.accuracy import make_inputs
+    from fa4gen.compile import compile_variant
+
+    artifact = compile_variant(chosen.variant)
+    problem = chosen.problem if whole else emulator.reduced(chosen.problem, chosen.config)
+    inputs = make_inputs(problem, seed=seed)
+    with Progress(console=err) as bars:
+        task = bars.add_task(f"emulating {problem}", total=1.0)
+        verdict = emulator.verify(
+            artifact,
+            problem,
+            inputs,
+            schedules=[(name, seed) for name in schedules],
+            check_races=races,
+            progress=lambda share: bars.update(task, completed=share),
+        )
+    same = "as given" if problem == chosen.problem else "reduced: the kernel is the same for every length"
+    rows: list[tuple[str, Any]] = [
+        ("variant", artifact.variant_name),
+        ("emulated", f"{problem} ({same})"),
+        ("verdict", Text(verdict.message, style="green" if verdict.ok else "bold red")),
+    ]
+    if not verdict.runs:
+        out.print(facts(rows))
+        return False
+    out.print(facts([*rows, *emulation_facts(verdict)]))
+    out.print()
+    out.print(instruction_table(verdict))
+    return verdict.ok
 
 
 @app.command()

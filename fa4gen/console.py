@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from fa4gen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from fa4gen.bench import BenchResult
+    from fa4gen.emulator import Verification
     from fa4gen.tune.result import TuneResult
     from fa4gen.tuned_table import Row
 
@@ -27,9 +29,11 @@ __all__ = [
     "bound_table",
     "config_text",
     "efficiency",
+    "emulation_facts",
     "err",
     "facts",
     "grid",
+    "instruction_table",
     "note",
     "out",
     "row_facts",
@@ -202,6 +206,38 @@ def bench_table(result: BenchResult) -> Group:
     columns = ("kernel", "median>", "95 % interval", "TFLOP/s>", "time over ours>", "95 % interval", "")
     head = Text(f"{result.problem} on {result.device}; ours by {result.reason}", style="bold")
     return Group(head, grid(*columns, rows=rows), "")
+
+
+def emulation_facts(verdict: Verification) -> list[tuple[str, Any]]:
+    """What the emulator's first schedule ran, waited for and moved."""
+    first = verdict.runs[0]
+    kernels = first.kernels
+    missed = [str(low) if low == high else f"{low}-{high}" for k in kernels for low, high in k.uncovered]
+    lines = f"; PTX lines not reached: {', '.join(missed)}" if missed else ""
+    moved = [
+        f"{name} {sum(getattr(k, f'{key}_bytes_read') for k in kernels):,} B read, "
+        f"{sum(getattr(k, f'{key}_bytes_written') for k in kernels):,} B written"
+        for name, key in (("global memory", "global"), ("shared memory", "shared"), ("TMEM", "tmem"))
+        if key != "tmem" or any(k.tmem_bytes_written for k in kernels)
+    ]
+    waits = sum(k.mbarrier_waits for k in kernels), sum(k.named_barrier_waits for k in kernels)
+    schedules = ", ".join(f"{run.schedule} {run.seconds:.1f} s" for run in verdict.runs)
+    return [
+        ("schedules", schedules + ("; races looked for in the first" if first.races_checked else "")),
+        ("coverage", f"{100 * first.coverage:.0f} % of basic blocks{lines}"),
+        ("waits", f"{waits[0]:,} on mbarriers, {waits[1]:,} on named barriers"),
+        *(("" if index else "moved", text) for index, text in enumerate(moved)),
+    ]
+
+
+def instruction_table(verdict: Verification) -> Table:
+    """Dynamic warp instructions by class of the emulator's first schedule, most first."""
+    units: Counter[str] = Counter()
+    for kernel in verdict.runs[0].kernels:
+        units.update({unit: sum(counts) for unit, counts in kernel.instructions.items()})
+    total = units.total()
+    rows = [(unit, f"{count:,}", f"{100 * count / total:.1f} %") for unit, count in units.most_common() if count]
+    return grid("class", "warp instructions>", "share>", rows=[*rows, ("all", f"{total:,}", "")])
 
 
 def tflops(problem: AttentionProblem, microseconds: float) -> str:

@@ -16,9 +16,10 @@ from fa4gen.emulator.errors import (
 from fa4gen.emulator.executor import CompiledObject, execute
 from fa4gen.emulator.host import Tensor
 from fa4gen.emulator.report import EmulatorReport, KernelReport
-from fa4gen.emulator.verify import Verification, run, verify
+from fa4gen.emulator.verify import SCHEDULES, Verification, reduced, run, verify
 
 __all__ = [
+    "SCHEDULES",
     "CompiledObject",
     "Deadlock",
     "EmulatorError",
@@ -31,6 +32,7 @@ __all__ = [
     "UnsupportedInstruction",
     "Verification",
     "execute",
+    "reduced",
     "run",
     "verify",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fa4gen.arch import DEVICES
+from fa4gen.config import Config
 from fa4gen.emulator.errors import EmulatorError
 from fa4gen.emulator.executor import execute, load
 from fa4gen.emulator.host import Tensor
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from fa4gen.accuracy import AccuracyReport
     from fa4gen.artifact_cache import Artifact
 
-__all__ = ["Verification", "run", "verify"]
+__all__ = ["SCHEDULES", "Verification", "reduced", "run", "verify"]
 
 # Few enough that a persistent kernel walks several tiles a CTA even on a small problem.
 VERIFY_SMS = 4
+SCHEDULES = (("eager", 0), ("lazy", 0), ("random", 1))
 
 
 @dataclass(frozen=True)
@@ -75,28 +77,35 @@ def run(
 def verify(
     artifact: Artifact,
     problem: AttentionProblem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     *,
-    schedules: Sequence[tuple[str, int]] = (("eager", 0), ("lazy", 0), ("random", 1)),
+    schedules: Sequence[tuple[str, int]] = SCHEDULES,
     check_races: bool = True,
     num_sms: int = VERIFY_SMS,
     progress: Callable[[float], None] | None = None,
 ) -> Verification:
     """Is the variant right for the problem: against float64, free of races, and the same bits in every schedule?
 
-    Races are looked for in the first schedule.
+    Races are looked for in the first schedule. ``inputs``, ``num_sms``: see :func:`run`. ``progress`` is told the share
+    that is done, over all schedules.
     """
     import torch
 
     from fa4gen.accuracy import check, default_scale, expect, make_inputs
 
-    inputs = make_inputs(problem)
+    inputs = make_inputs(problem) if inputs is None else inputs
     runs: list[EmulatorReport] = []
     accuracy = None
     for index, (schedule, seed) in enumerate(schedules):
+
+        def share(part: float, before: int = index) -> None:
+            if progress is not None:
+                progress((before + part) / len(schedules))
+
         try:
             report = run(
                 artifact, problem, inputs, schedule=schedule, seed=seed, check_races=check_races and index == 0,
-                num_sms=num_sms, progress=progress,
+                num_sms=num_sms, progress=share,
             )  # fmt: skip
         except EmulatorError as error:
             return Verification(False, f"schedule {schedule}, seed {seed}: {error}", accuracy, runs, error)
@@ -112,7 +121,27 @@ def verify(
                 return Verification(
                     False, f"{name} differs between schedules {schedules[0]} and {(schedule, seed)}", accuracy, runs
                 )
+    agree = f"; {len(runs)} schedules agree" if len(runs) > 1 else ""
     races = ", no race" if check_races else ""
-    return Verification(
-        True, f"{accuracy.message if accuracy else ''}; {len(runs)} schedules agree{races}", accuracy, runs
+    return Verification(True, f"{accuracy.message if accuracy else ''}{agree}{races}", accuracy, runs)
+
+
+def reduced(problem: AttentionProblem, config: Config) -> AttentionProblem:
+    """A problem of the same variant that takes seconds: few heads, and lengths of a few tiles and a part of one.
+
+    No extent grows; square problems stay square.
+    """
+    rows = config.tile_m // problem.gqa_ratio if config.pack_gqa else config.tile_m
+    lengths = [max(2 * rows, 1) + 17, 3 * config.tile_n + 7]
+    if problem.seqlen_q == problem.seqlen_k:
+        lengths = [max(lengths)] * 2
+    few = 2 if problem.gqa_ratio <= 4 else 1
+    heads_kv = min(problem.heads_kv, few)
+    return replace(
+        problem,
+        batch=min(problem.batch, few),
+        heads=heads_kv * problem.gqa_ratio,
+        heads_kv=heads_kv,
+        seqlen_q=min(problem.seqlen_q, lengths[0]),
+        seqlen_k=min(problem.seqlen_k, lengths[1]),
     )
