@@ -144,8 +144,8 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
         )
     available = mma_registers(config, arch)
     scores = config.tile_n // 2
-    # P, half as wide, lives beside S unless it goes out through shared memory. The polynomial's temporaries then keep it
-    # in registers for a while all the same.
+    # P, half as wide, lives beside S unless it goes out through shared memory. The polynomial's temporaries then keep
+    # it in registers for a while all the same.
     probabilities = config.tile_n // 4 if config.mma_pv_is_rs else 0
     if config.exp2_poly_fraction > 0 and not config.mma_pv_is_rs:
         probabilities = config.tile_n // 4 + 8
