@@ -242,7 +242,12 @@ if __name__ == "__main__":
     )
     environment = os.environ | {"PYTHONPATH": str(Path(fa4gen_compile.__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, str(script)], start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(script)],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may have it ignored
     )
     wait_for(lambda: len(list(tmp_path.glob("store/1/sm_90a/*.building/kernel.py"))) == 2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody gets it

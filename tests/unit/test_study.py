@@ -239,7 +239,9 @@ def search(folder: Path, delay_s: float) -> subprocess.Popen[bytes]:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1]), str(here)])
     return subprocess.Popen(
-        [sys.executable, "-c", SEARCH, str(folder), str(delay_s)], env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", SEARCH, str(folder), str(delay_s)],
+        env=os.environ | {"PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job may have it ignored
     )
 
 
