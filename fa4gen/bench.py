@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from fa4gen.accuracy import Expected, check, default_scale, expect, make_inputs, sample_rows
+from fa4gen.config import Config
 from fa4gen.dispatch import dispatcher
+from fa4gen.feasibility import can_implement
 from fa4gen.interface import attention
 from fa4gen.measure.base import median_interval
 from fa4gen.measure.cuda import DeviceTimer, Timing, current_device
 from fa4gen.measure.peers import Attend, Peer, PeerAbsent
 from fa4gen.problem import AttentionProblem
+from fa4gen.variant import Variant
 
-__all__ = ["TINY", "BenchResult", "Entry", "HostCost", "bench", "host_cost", "ratio_interval"]
+__all__ = ["TINY", "BenchResult", "Entry", "HostCost", "bench", "host_cost", "ratio_interval", "variant_peer"]
 
 OURS = "fa4gen"
 TINY = AttentionProblem(1, 2, 2, 128, 128, 64, 64)
@@ -67,7 +70,7 @@ class BenchResult:
     @property
     def best_peer(self) -> Entry | None:
         """The fastest peer whose output is right."""
-        ran = [entry for entry in self.entries[1:] if entry.median_us is not None and not entry.note]
+        ran = [e for e in self.entries if not e.name.startswith(OURS) and e.median_us is not None and not e.note]
         return min(ran, key=lambda entry: entry.median_us or 0.0, default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +183,28 @@ def _call_us(function: Callable[[], Any], calls: int) -> float:
     elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
     return elapsed / calls * 1e6
+
+
+def variant_peer(title: str, change: Callable[[Config], Config], device_index: int = 0) -> Peer:
+    """A contestant that runs what ``change`` makes of the config that dispatch would take for the problem."""
+
+    def bind(problem: AttentionProblem) -> Attend:
+        chosen = dispatcher(device_index)
+        config = change(chosen.resolve(problem).config)
+        rejection = can_implement(problem, config, chosen.device.arch)
+        if rejection is not None:
+            raise PeerAbsent(str(rejection))
+        kernel = chosen.kernel(Variant.of(chosen.device.arch.name, problem, config))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = q.new_empty((*q.shape[:3], v.shape[3]))
+            lse = [q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)] * problem.return_lse
+            kernel(q, k, v, o, *lse, default_scale(problem), chosen.device.sm_count)
+            return o
+
+        return attend
+
+    return Peer(f"{OURS} {title}", f"{OURS} with {title}", "fa4gen", bind)
 
 
 def _ours(problem: AttentionProblem) -> Attend:

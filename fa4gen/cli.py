@@ -6,6 +6,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -372,19 +373,27 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
 def bench(
     problems: Annotated[list[str], typer.Argument(metavar="PROBLEM...")],
     peers: Annotated[str, typer.Option(help="Comma-separated names, all, or none.")] = "all",
+    variants: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="'KNOB=VALUE ...'", help="Also the config with these knobs changed. Repeatable."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of random order.")] = 20,
     gpu: Gpu = 0,
     host: Annotated[bool, typer.Option("--host", help="Also the host cost of a call, beside torch SDPA.")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write all samples to a file.")] = None,
 ) -> None:
-    """Times fa4gen.attention beside its peers, interleaved in one process."""
+    """Times fa4gen.attention beside its peers and its own variants, interleaved in one process."""
     from fa4gen.bench import bench as run_bench
-    from fa4gen.bench import host_cost
+    from fa4gen.bench import host_cost, variant_peer
     from fa4gen.measure.cuda import current_device
     from fa4gen.measure.peers import get_peers
 
     parsed, contestants = [AttentionProblem.parse(text) for text in problems], get_peers(peers)
-    current_device(gpu)
+    device = current_device(gpu)
+    family = get_family("fwd", device.arch.name).name
+    for text in variants or ():
+        change = partial(_override, overrides=text.split(), family=family)
+        contestants.append(variant_peer(text, change, gpu))
     results = []
     for problem in parsed:
         result = run_bench(problem, contestants, device_index=gpu, rounds=rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from fa4gen import bench as module
-from fa4gen.accuracy import default_scale, reference
+from fa4gen.accuracy import default_scale, make_inputs, reference
 from fa4gen.arch import DEVICES
+from fa4gen.config import FlashFwdSm90Config
 from fa4gen.errors import UsageError
 from fa4gen.measure.cuda import Timing
 from fa4gen.measure.peers import PEERS, Peer, PeerAbsent, get_peers
@@ -123,3 +125,23 @@ def test_peers_say_what_they_cannot_do():
         if not PEERS[name].version:
             with pytest.raises(PeerAbsent, match="not installed: No module named"):
                 PEERS[name].bind(ragged)
+
+
+def test_a_variant_runs_the_changed_config_or_says_why_not(monkeypatch):
+    built = []
+
+    def kernel(variant):
+        built.append(variant)
+        return lambda q, k, v, o, scale, num_sms: o.copy_(reference(q, k, v, PROBLEM, scale)[0])
+
+    h200 = DEVICES["NVIDIA H200"]
+    resolution = SimpleNamespace(config=FlashFwdSm90Config())
+    chosen = SimpleNamespace(device=h200, resolve=lambda problem: resolution, kernel=kernel)
+    monkeypatch.setattr(module, "dispatcher", lambda index: chosen)
+    peer = module.variant_peer("tile_n=64", lambda config: dataclasses.replace(config, tile_n=64))
+    q, k, v = make_inputs(PROBLEM)
+    assert torch.equal(peer.bind(PROBLEM)(q, k, v), reference(q, k, v, PROBLEM, default_scale(PROBLEM))[0].to(q.dtype))
+    assert built[0].config == FlashFwdSm90Config(tile_n=64)
+    absent = module.variant_peer("tile_n=40", lambda config: dataclasses.replace(config, tile_n=40))
+    with pytest.raises(PeerAbsent, match="tile_n must be a multiple of 16"):
+        absent.bind(PROBLEM)
