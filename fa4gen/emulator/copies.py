@@ -12,8 +12,8 @@ import numpy as np
 from fa4gen.emulator.barriers import BarrierOps
 from fa4gen.emulator.errors import KernelFault
 from fa4gen.emulator.fiber import Fiber, at, full
-from fa4gen.emulator.isa.values import PARAM_WINDOW, f4_of_bf16
-from fa4gen.emulator.isa.values import bf16 as to_bf16
+from fa4gen.emulator.isa.values import PARAM_WINDOW
+from fa4gen.emulator.memory import combine
 from fa4gen.emulator.state import SLOT_BITS
 from fa4gen.emulator.tma import BF16, TensorMap, box_chunks, decode
 
@@ -175,7 +175,8 @@ class CopyOps(BarrierOps):
         if self.races:
             self.races.shared_async(clock, flat, tensor.box_bytes, False)
             self.races.tensor_access(clock, region, tensor, inside, reduce or True)
-        view[inside] = value if reduce is None else _reduce(reduce, view[inside], value, tensor.element == BF16)
+        number = "bf16" if tensor.element == BF16 else tensor.dtype
+        view[inside] = value if reduce is None else combine(reduce, view[inside], value, number)
         if region.written is not None:
             tensor.mark(region.written, tensor.address - region.base, inside)
         self.memory.bytes_written += value.nbytes
@@ -194,9 +195,13 @@ class CopyOps(BarrierOps):
             self.bulk_groups.setdefault(key, []).append(self.bulk_open.pop(key, []))
 
     def bulk_load(
-        self, f: Fiber, target: Any, space: str, source: Any, size: Any, barrier: Any, ctas: Any, mask: Any
+        self, f: Fiber, target: Any, space: str, source: Any, size: Any, barrier: Any, ctas: Any, mask: Any,
+        reduce: tuple[str, str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """cp.async.bulk to shared memory, from global memory or from this CTA's."""
+        """cp.async.bulk or cp.reduce.async.bulk to shared memory, from global memory or from this CTA's.
+
+        ``reduce``: function, PTX type and numpy type.
+        """
         for row, lane in self.issuers(f, mask, target, source, size, barrier, ctas):
             slot, warp, count = int(f.slots[row]), int(f.warps[row]), int(at(size, row, lane))
             if count % 16 or int(at(source, row, lane)) % 16:
@@ -208,12 +213,13 @@ class CopyOps(BarrierOps):
             mask_bits = None if ctas is None else int(at(ctas, row, lane))
             self._load_bulk(
                 warp, slot, space, int(at(source, row, lane)), count, self.targets(slot, flat, mask_bits),
-                self.targets(slot, signal, mask_bits),
+                self.targets(slot, signal, mask_bits), reduce,
             )  # fmt: skip
 
     def _load_bulk(
-        self, warp: int, slot: int, space: str, source: int, count: int, targets: list[int], signals: list[int]
-    ) -> None:
+        self, warp: int, slot: int, space: str, source: int, count: int, targets: list[int], signals: list[int],
+        reduce: tuple[str, str, Any] | None,
+    ) -> None:  # fmt: skip
         clocks: list[Any] = [self.races and self.races.load_issued(warp, self.mbarrier_at(s)) for s in signals]
 
         def run() -> None:
@@ -233,9 +239,14 @@ class CopyOps(BarrierOps):
                 if self.races:
                     self.races.shared_async(clocks[0], start, count, False)
             for flat, signal, clock in zip(targets, signals, clocks, strict=True):
-                self.put_shared(flat, data, slice(flat >> 4, (flat + count) >> 4))
+                value = data
+                if reduce:
+                    function, number, dtype = reduce
+                    self.require_shared(np.arange(flat >> 2, (flat + count) >> 2))
+                    value = combine(function, self.shared[flat : flat + count].view(dtype), data.view(dtype), number)
+                self.put_shared(flat, value, slice(flat >> 4, (flat + count) >> 4))
                 if self.races:
-                    self.races.shared_async(clock, flat, count, True)
+                    self.races.shared_async(clock, flat, count, reduce[0] if reduce else True)
                     self.races.load_finished(clock, self.mbarrier_at(signal))
                 self.complete_tx(signal, count)
 
@@ -262,8 +273,9 @@ class CopyOps(BarrierOps):
             region.data[offset : offset + count] = data
         else:
             region.require_written(np.arange(offset, offset + count), 1)
-            old = region.data[offset : offset + count].view(reduce[1])
-            old[:] = _reduce(reduce[0], old, data.view(reduce[1]), False)
+            function, number, dtype = reduce
+            old = region.data[offset : offset + count].view(dtype)
+            old[:] = combine(function, old, data.view(dtype), number)
         region.mark(offset, offset + count)
         self.shared_bytes_read += count
         self.memory.bytes_written += count
@@ -280,30 +292,32 @@ class CopyOps(BarrierOps):
                 word[part] = self.load(f, "global", address, np.uint32, 1, part, "weak")[0][part]
         self.store(f, "shared", target, np.uint32, tuple(words), active, "weak")
 
-    def store_async(self, f: Fiber, target: Any, dtype: Any, values: tuple, barrier: Any, mask: Any) -> None:
-        """st.async: elements into the shared memory of a CTA of the cluster, signalled by complete_tx there."""
+    def store_async(
+        self, f: Fiber, target: Any, dtype: Any, values: tuple, barrier: Any, mask: Any,
+        reduce: tuple[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """st.async and red.async: elements into shared memory of the cluster, signalled by complete_tx there.
+
+        ``reduce``: function and PTX type.
+        """
         size = np.dtype(dtype).itemsize * len(values)
         for row, lane in self.lanes(f, mask):
             slot, warp = int(f.slots[row]), int(f.warps[row])
             flat = self.one_flat(slot, int(at(target, row, lane)), size, size)
             signal = self.one_flat(slot, int(at(barrier, row, lane)), 8, 8)
-            data = np.array([at(v, row, lane) for v in values], dtype).view(np.uint8)
+            data = np.array([at(v, row, lane) for v in values], dtype)
             clock: Any = self.races and self.races.load_issued(warp, self.mbarrier_at(signal))
 
             def run(flat: int = flat, signal: int = signal, data: np.ndarray = data, clock: Any = clock) -> None:
-                self.shared[flat : flat + size] = data
+                place = self.shared[flat : flat + size].view(dtype)
+                if reduce:
+                    self.require_shared(np.arange(flat >> 2, (flat + size) >> 2))
+                place[:] = combine(reduce[0], place, data, reduce[1]) if reduce else data
                 self.shared_written[flat >> 2 : (flat + size + 3) >> 2] = True
                 self.shared_bytes_written += size
                 if self.races:
-                    self.races.shared_async(clock, flat, size, True)
+                    self.races.shared_async(clock, flat, size, reduce[0] if reduce else True)
                     self.races.load_finished(clock, self.mbarrier_at(signal))
                 self.complete_tx(signal, size)
 
-            self.submit(AsyncOp(f"st.async to {flat & ((1 << SLOT_BITS) - 1):#x}", slot, run))
-
-
-def _reduce(function: str, old: np.ndarray, new: np.ndarray, bfloat: bool) -> np.ndarray:
-    ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[function]
-    if bfloat:
-        return to_bf16(ufunc(f4_of_bf16(old), f4_of_bf16(new)))
-    return ufunc(old, new)
+            self.submit(AsyncOp(f"{'red' if reduce else 'st'}.async to {flat & ((1 << SLOT_BITS) - 1):#x}", slot, run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -57,12 +58,13 @@ def execute(
     check_races: bool = False,
     allow_open_stores: bool = False,
     progress: Callable[[float], None] | None = None,
+    machine_type: type[Machine] = Machine,
 ) -> EmulatorReport:
     """Calls the object's entry function and runs what it launches.
 
     ``arguments``: :class:`Tensor`, int, float or None, as the entry takes them (no stream). ``progress`` is told the
     share of CTAs of the current launch that have ended. ``allow_open_stores``: a CTA may exit without having waited for
-    its last bulk stores to read shared memory.
+    its last bulk stores to read shared memory. ``machine_type``: a subclass that watches the run.
 
     Raises:
         LaunchError: the host code refuses the arguments or the launch.
@@ -79,7 +81,9 @@ def execute(
 
     def on_launch(launch: Launch) -> None:
         program = compiled.programs[launch.kernel]
-        reports.append(run_launch(program, launch, memory, order, check_races, allow_open_stores, progress))
+        reports.append(
+            run_launch(program, launch, memory, order, check_races, allow_open_stores, progress, machine_type)
+        )
 
     kernels = {name: program.kernel for name, program in compiled.programs.items()}
     compiled.host.call(arguments, kernels, on_launch)
@@ -104,7 +108,7 @@ def _missing(region: Region, tensor: Tensor) -> int:
 
 def run_launch(
     program: Program, launch: Launch, memory: GlobalMemory, order: Schedule, check_races: bool,
-    allow_open_stores: bool, progress: Callable[[float], None] | None,
+    allow_open_stores: bool, progress: Callable[[float], None] | None, machine_type: type[Machine] = Machine,
 ) -> KernelReport:  # fmt: skip
     """Runs one launch, in waves of CTAs.
 
@@ -116,14 +120,17 @@ def run_launch(
     warps = -(-int(np.prod(launch.block)) // 32)
     counts = np.zeros((len(program.blocks), warps), np.int64)
     read, written = memory.bytes_read, memory.bytes_written
-    clusters = _clusters(launch)
-    size = len(clusters[0])
-    per_wave = len(clusters) if launch.cooperative else max(1, RESIDENT_CTAS // size)
+    waiting = deque(_clusters(launch))
+    total = len(waiting)
+    per_wave = total if launch.cooperative else max(1, RESIDENT_CTAS // len(waiting[0]))
     races = Races() if check_races else None
-    for first in range(0, len(clusters), per_wave):
-        wave = clusters[first : first + per_wave]
-        machine = Machine(program, launch, memory, [cta for cluster in wave for cta in cluster], order, counts, races)
+    while waiting:
+        wave = [waiting.popleft() for _ in range(min(per_wave, len(waiting)))]
+        machine = machine_type(
+            program, launch, memory, [cta for cluster in wave for cta in cluster], order, counts, races
+        )
         machine.allow_open_stores = allow_open_stores
+        machine.waiting = waiting
         machine.run()
         report.shared_bytes_read += machine.shared_bytes_read
         report.shared_bytes_written += machine.shared_bytes_written
@@ -132,7 +139,7 @@ def run_launch(
         report.mbarrier_waits += machine.mbarrier_waits
         report.named_barrier_waits += machine.named_waits
         if progress is not None:
-            progress(min(1.0, (first + per_wave) / len(clusters)))
+            progress(1 - len(waiting) / total)
     report.global_bytes_read = memory.bytes_read - read
     report.global_bytes_written = memory.bytes_written - written
     _fill_counts(report, program, counts)

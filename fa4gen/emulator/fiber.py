@@ -20,6 +20,7 @@ POISON = {
     16: np.uint16(0x7FFF),
     32: np.uint32(0x7FFFDEAD),
     64: np.uint64(0x7FFFDEAD7FFFDEAD),
+    128: np.full(2, 0x7FFFDEAD7FFFDEAD, np.uint64).view(np.complex128)[0],
 }
 
 

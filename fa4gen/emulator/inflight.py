@@ -184,8 +184,7 @@ def accesses(instr: Instr) -> tuple[set[str], set[str]]:
     operands = list(instr.operands)
     reads = {instr.pred.name} if instr.pred else set()
     writes: set[str] = set()
-    has_result = instr.opcode not in NO_RESULT and not (instr.opcode == "mbarrier" and isinstance(operands[0], Mem))
-    if has_result and operands:
+    if instr.opcode not in NO_RESULT and operands and not isinstance(operands[0], Mem):
         writes.update(_names(operands.pop(0)))
     for operand in operands:
         reads.update(_names(operand))

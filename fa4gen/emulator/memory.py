@@ -13,10 +13,10 @@ import numpy as np
 
 from fa4gen.emulator.errors import KernelFault, UnsupportedInstruction
 from fa4gen.emulator.fiber import Fiber, at, full
-from fa4gen.emulator.isa.values import PARAM_WINDOW, SHARED_WINDOW
+from fa4gen.emulator.isa.values import PARAM_WINDOW, SHARED_WINDOW, bf16, bf16x2, f4_of_bf16, f16x2, halves
 from fa4gen.emulator.state import RESERVED_SHARED, SLOT_BITS, State
 
-__all__ = ["GlobalMemory", "MemoryOps", "Region"]
+__all__ = ["GlobalMemory", "MemoryOps", "Region", "combine"]
 
 _LANE = np.arange(32)
 
@@ -231,72 +231,67 @@ class MemoryOps(State):
             raise UnsupportedInstruction("generic addresses of several spaces in one instruction")
         return "global", address
 
-    def store_matrix(self, f: Fiber, address: Any, values: tuple, trans: bool, mask: Any) -> None:
-        """stmatrix: lane 8·i + r holds the address of row r of matrix i."""
-        words = self._matrix_positions(f, address, len(values), trans, mask)
-        data = self.shared_typed(np.uint16 if trans else np.uint32)
-        for position, value in zip(words, values, strict=True):
-            value = full(value, f.shape)
-            if trans:
-                data[position[0] >> 1] = value.astype(np.uint16)
-                data[position[1] >> 1] = (value >> np.uint32(16)).astype(np.uint16)
-            else:
-                data[position[0] >> 2] = value
-            for flat in position:
-                self.shared_written[flat >> 2] = True
+    def store_matrix(self, f: Fiber, address: Any, values: tuple, form: str, mask: Any) -> None:
+        """stmatrix. ``form``: "", "trans" or "b8", which is transposed too."""
+        flat = self._matrix_rows(f, address, 8 * len(values), mask)
+        for index, value in enumerate(values):
+            places = _stored_elements(flat, index, form)
+            size = 4 // len(places)
+            parts = np.ascontiguousarray(full(value, f.shape)).view(f"u{size}").reshape(*f.shape, len(places))
+            for part, place in enumerate(places):
+                self.shared_typed(f"u{size}")[place // size] = parts[..., part]
+                self.shared_written[place >> 2] = True
                 if self.races:
-                    self.races.shared_lanes(f, flat.ravel(), 2 if trans else 4, None, True)
+                    self.races.shared_lanes(f, place.ravel(), size, None, True)
         self.shared_bytes_written += 128 * len(values) * len(f.warps)
         self.version += 1
 
-    def load_matrix(self, f: Fiber, address: Any, count: int, trans: bool, mask: Any) -> list:
-        """ldmatrix: the inverse of stmatrix."""
+    def load_matrix(self, f: Fiber, address: Any, count: int, form: str, mask: Any) -> list:
+        """ldmatrix into ``count`` registers. ``form``: "", "trans" or "b8", which is 16 x 16 and transposed."""
+        flat = self._matrix_rows(f, address, 8 * count, mask)
         results = []
-        for position in self._matrix_positions(f, address, count, trans, mask):
-            for flat in position:
-                self.require_shared(flat >> 2)
+        for index in range(count):
+            places = _loaded_elements(flat, index, form)
+            size = 4 // len(places)
+            parts = np.empty((*f.shape, len(places)), f"u{size}")
+            for part, place in enumerate(places):
+                self.require_shared(place >> 2)
                 if self.races:
-                    self.races.shared_lanes(f, flat.ravel(), 2 if trans else 4, None, False)
-            if trans:
-                low, high = (self.shared_typed(np.uint16)[p >> 1].astype(np.uint32) for p in position)
-                results.append(low | (high << np.uint32(16)))
-            else:
-                results.append(self.shared_typed(np.uint32)[position[0] >> 2])
+                    self.races.shared_lanes(f, place.ravel(), size, None, False)
+                parts[..., part] = self.shared_typed(f"u{size}")[place // size]
+            results.append(parts.view(np.uint32)[..., 0])
         self.shared_bytes_read += 128 * count * len(f.warps)
         return results
 
-    def _matrix_positions(self, f: Fiber, address: Any, count: int, trans: bool, mask: Any) -> list:
+    def _matrix_rows(self, f: Fiber, address: Any, rows: int, mask: Any) -> np.ndarray:
+        """Shared positions of rows of 16 bytes, whose addresses the first lanes hold: (warps, 32)."""
         if mask is not None and not mask.all():
             raise KernelFault("matrix load or store by part of a warp")
-        flat = self.shared_flat(f, address, 16, None).reshape(f.shape)
-        positions = []
-        for i in range(count):
-            if trans:
-                # Register of lane l: elements (2·(l%4), l/4) and (2·(l%4)+1, l/4).
-                rows = [flat[:, 8 * i + 2 * (_LANE % 4) + e] + 2 * (_LANE // 4) for e in (0, 1)]
-                positions.append(rows)
-            else:
-                positions.append([flat[:, 8 * i + _LANE // 4] + 4 * (_LANE % 4)])
-        return positions
+        address = full(address, f.shape)
+        used = np.where(rows > _LANE, address, address[:, :1])
+        return self.shared_flat(f, used, 16, None).reshape(f.shape)
 
     def atomic(
-        self, f: Fiber, space: str, address: Any, function: str, dtype: Any, values: tuple, compare: Any,
+        self, f: Fiber, space: str, address: Any, function: str, number: str, dtype: Any, values: tuple, compare: Any,
         mask: Any, order: str,
-    ) -> Any:  # fmt: skip
-        """atom and red: lanes one after another. Returns the old values."""
+    ) -> list:  # fmt: skip
+        """atom and red: lanes one after another. ``number``: the PTX type. Returns the old values, one array each."""
         size = np.dtype(dtype).itemsize
         space, address = self._resolve(f, space, address, mask)
-        result = np.zeros(f.shape, dtype)
+        results = [np.zeros(f.shape, dtype) for _ in values]
         for row, lane in np.argwhere(f.active if mask is None else mask):
             place = at(address, row, lane)
             for k, value in enumerate(values):
                 data, index = self._atomic_place(f, space, int(place) + size * k, row, dtype, order)
                 old = data[index]
                 new = at(value, row, lane)
-                data[index] = _combine(function, old, new, None if compare is None else at(compare, row, lane))
-                result[row, lane] = old
+                if function == "cas":
+                    data[index] = new if old == at(compare, row, lane) else old
+                else:
+                    data[index] = combine(function, old, new, number)
+                results[k][row, lane] = old
         self.version += 1
-        return result
+        return results
 
     def _atomic_place(self, f: Fiber, space: str, address: int, row: int, dtype: Any, order: str) -> tuple:
         size = np.dtype(dtype).itemsize
@@ -317,14 +312,50 @@ class MemoryOps(State):
         return region.typed(dtype), offset // size
 
 
-def _combine(function: str, old: Any, new: Any, compare: Any) -> Any:
-    if function == "cas":
-        return new if old == compare else old
+def _stored_elements(flat: np.ndarray, index: int, form: str) -> list[np.ndarray]:
+    """Shared positions of the parts of stmatrix's register ``index``, lowest first, each (warps, 32).
+
+    Matrix ``index`` has its rows at lanes 8 * index and up. Lane 4 * r + q holds of row r the 32 bits q; transposed, of
+    column r the elements 2 * q and 2 * q + 1; of 8-bit elements also those of column r + 8.
+    """
+    row, quad = _LANE // 4, _LANE % 4
+    if form == "b8":
+        return [flat[:, 8 * index + 2 * quad + part % 2] + row + 8 * (part // 2) for part in range(4)]
+    return _loaded_elements(flat, index, form)
+
+
+def _loaded_elements(flat: np.ndarray, index: int, form: str) -> list[np.ndarray]:
+    """The same for ldmatrix. A 16 x 16 matrix of 8-bit elements fills two registers: columns r, then r + 8."""
+    row, quad = _LANE // 4, _LANE % 4
+    if form == "trans":
+        return [flat[:, 8 * index + 2 * quad + part] + 2 * row for part in (0, 1)]
+    if form == "b8":
+        return [flat[:, 16 * (index // 2) + 4 * quad + part] + row + 8 * (index % 2) for part in range(4)]
+    return [flat[:, 8 * index + row] + 4 * quad]
+
+
+def combine(function: str, old: Any, new: Any, number: str) -> Any:
+    """One reduction of atom, red or a copy, on arrays or numpy scalars. ``number`` is the PTX type."""
+    if number in ("bf16", "f16x2", "bf16x2"):
+        return _combine_narrow(function, old, new, number)
+    one = old.dtype.type(1)
     if function == "inc":
-        return type(old)(0) if old >= new else old + type(old)(1)
+        return np.where(old >= new, one - one, old + one)
     if function == "dec":
-        return new if old == 0 or old > new else old - type(old)(1)
-    return {
-        "add": lambda: old + new, "min": lambda: min(old, new), "max": lambda: max(old, new), "and": lambda: old & new,
-        "or": lambda: old | new, "xor": lambda: old ^ new, "exch": lambda: new,
-    }[function]()  # fmt: skip
+        return np.where((old == 0) | (old > new), new, old - one)
+    if function == "exch":
+        return new
+    # A NaN loses against a number, as in min and max.
+    least, most = (np.fmin, np.fmax) if old.dtype.kind == "f" else (np.minimum, np.maximum)
+    ufunc = {"add": np.add, "min": least, "max": most, "and": np.bitwise_and, "or": np.bitwise_or,
+             "xor": np.bitwise_xor}[function]  # fmt: skip
+    return ufunc(old, new)
+
+
+def _combine_narrow(function: str, old: Any, new: Any, number: str) -> Any:
+    """The same on bf16, or on both halves of 32 bits: computed in fp32, rounded once."""
+    if number == "bf16":
+        return bf16(combine(function, f4_of_bf16(old), f4_of_bf16(new), "f32"))
+    name = number[:-2]
+    parts = [combine(function, a, b, "f32") for a, b in zip(halves(old, name), halves(new, name), strict=True)]
+    return (bf16x2 if name == "bf16" else f16x2)(*parts)

@@ -119,7 +119,6 @@ class Kernel:
         return max((p.offset + p.size for p in self.params.values()), default=0)
 
 
-TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(\d+)\s+([\w$]+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)(?:\[(\d*)\])?\s*;")

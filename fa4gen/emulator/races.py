@@ -428,8 +428,8 @@ class Races:
             self._check_read(shadow, cells, known[ORDER], agent)
             self._record_read(shadow, cells, agent, time)
 
-    def shared_async(self, stamp: Stamp, flat: int, size: int, write: bool) -> None:
-        """A contiguous range of shared memory, accessed by a copy."""
+    def shared_async(self, stamp: Stamp, flat: int, size: int, write: bool | str) -> None:
+        """A contiguous range of shared memory, accessed by a copy; ``write`` may name a reduction."""
         shadow = self.shared[flat >> SLOT_BITS]
         first = (flat & (1 << SLOT_BITS) - 1) >> 2
         self._asynchronous(stamp, shadow, slice(first, first + -(-size // 4)), write)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fa4gen.emulator.barriers import WAITS
+from fa4gen.emulator.cluster_launch import ClusterLaunchOps
 from fa4gen.emulator.errors import Deadlock, EmulatorError, KernelFault
 from fa4gen.emulator.fiber import Fiber, Frame
 from fa4gen.emulator.memory import GlobalMemory
 from fa4gen.emulator.program import Block, Program
 from fa4gen.emulator.state import Launch, Schedule
-from fa4gen.emulator.tcgen05 import TensorOps
 
 if TYPE_CHECKING:
     from fa4gen.emulator.races import Races
@@ -28,7 +28,7 @@ TURN = 512
 QUIET_BLOCKS, STUCK_BLOCKS = 200, 50_000
 
 
-class Machine(TensorOps):
+class Machine(ClusterLaunchOps):
     """Runs the resident CTAs of one launch: fibers, schedules, divergence, errors."""
 
     def __init__(self, program: Program, launch: Launch, memory: GlobalMemory, ctas: list[tuple[int, int, int]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,8 @@ class State:
         self.bulk_open: dict[tuple[int, int], list[AsyncOp]] = {}
         self.bulk_groups: dict[tuple[int, int], list[list[AsyncOp]]] = {}
         self.in_flight: list[AsyncOp] = []
+        # Clusters of the launch that have not started, shared by all of its waves.
+        self.waiting: deque[list[tuple[int, int, int]]] = deque()
         self.version = 0
         self.mbarrier_waits = self.named_waits = 0
         self.specials = self._specials(threads)

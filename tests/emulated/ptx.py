@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ FRAME = """
     .reg .b32 %r<300>;
     .reg .f32 %f<64>;
     .reg .b64 %rd<64>;
+    .reg .b128 %q<4>;
     mov.u32 %r0, %tid.x;
     mov.b32 %r1, smem;
 {loads}
@@ -94,6 +96,18 @@ def per_thread(
     """
     run_ptx(body + store, out, *arguments, threads=threads, **options)
     return out
+
+
+def cute_layout(text: str) -> np.ndarray:
+    """(threads, values) of a CuTe layout of two modes, such as ((4,8),(1,2)):((1,4),(1,32))."""
+    shape, stride = (literal_eval(part) for part in text.split(":"))
+    modes = []
+    for extents, steps in zip(shape, stride, strict=True):
+        index = np.zeros(1, np.int64)
+        for extent, step in zip(np.atleast_1d(extents).tolist(), np.atleast_1d(steps).tolist(), strict=True):
+            index = (np.arange(extent)[:, None] * step + index).ravel()
+        modes.append(index)
+    return modes[0][:, None] + modes[1]
 
 
 def tensor_map(array: np.ndarray, box: tuple[int, ...], swizzle: int = 0, element: int | None = None) -> bytes:

@@ -338,7 +338,7 @@ def test_cluster_stores_signal_the_peer():
         "ld.local.b32 %r20, [%r1];",
         "mov.u32 %r20, %clock;",
         "cvt.rz.bf16x2.f32 %r20, %r0, %r0;",
-        "atom.global.sys.add.noftz.f16x2 %r20, [%rd40], %r0;",
+        "atom.global.gpu.xor.f32 %r20, [%rd40], %r0;",
     ],
 )
 def test_what_is_not_implemented_is_refused_with_its_line(text):

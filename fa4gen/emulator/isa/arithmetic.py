@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa4gen.emulator.isa.base import Emitter, Mods, kind_of, op
-from fa4gen.emulator.parser import Imm, Instr, Vec
+from fa4gen.emulator.parser import Imm, Instr, Operand, Vec
 
 __all__: list[str] = []
 
@@ -263,7 +263,9 @@ def _select(e: Emitter, i: Instr, m: Mods) -> None:
 def _move(e: Emitter, i: Instr, m: Mods) -> None:
     kind = m.kind()
     target, source = i.operands
-    if isinstance(target, Vec):
+    if kind == "qG":
+        _move_128(e, target, source)
+    elif isinstance(target, Vec):
         part = kind_of(i, f"b{8 * int(kind[1]) // len(target.items)}")
         value = e.use(source, f"u{kind[1]}")
         for index, item in enumerate(target.items):
@@ -275,6 +277,19 @@ def _move(e: Emitter, i: Instr, m: Mods) -> None:
         e.define(target, f"pack(D.u{kind[1]}, {items})", f"u{kind[1]}")
     else:
         e.define(target, e.use(source, kind), kind)
+
+
+def _move_128(e: Emitter, target: Operand, source: Operand) -> None:
+    """mov.b128: between registers, or from and to two of 64 bits."""
+    if isinstance(target, Vec):
+        value = e.use(source, "qG")
+        for index, item in enumerate(target.items):
+            if item is not None:
+                e.define(item, f"unpack128({value}, {index}, D.u8)", "u8")
+    elif isinstance(source, Vec):
+        e.define(target, f"pack128({', '.join(e.use(item, 'u8') for item in source.items)})", "qG")
+    else:
+        e.define(target, e.use(source, "qG"), "qG")
 
 
 @op("cvta", unit="move")
@@ -329,6 +344,14 @@ def _convert(e: Emitter, i: Instr, m: Mods) -> None:
             raise e.unsupported("rounding of a packed conversion")
         high, low = (e.use(s, "f4") for s in i.operands[1:])
         e.define(i.operands[0], f"{target_type}({low}, {high})", "u4" if target_type.endswith("16x2") else "u2")
+        return
+    if target_type in ("e4m3x2", "e5m2x2") and source_type == "f16x2":
+        if rounding != "rn" or not saturate:
+            raise e.unsupported("rounding of a packed conversion")
+        e.define(i.operands[0], f"{target_type}(*halves({e.use(i.operands[1], 'u4')}, 'f16'))", "u2")
+        return
+    if target_type == "f16x2" and source_type in ("e4m3x2", "e5m2x2"):
+        e.define(i.operands[0], f"f16x2_of_fp8({e.use(i.operands[1], 'u2')}, {source_type[:4]!r})", "u4")
         return
     if saturate:
         raise e.unsupported("saturation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fa4gen.emulator.isa.base import Emitter, Mods, op
+from fa4gen.emulator.isa.data import reduction
 from fa4gen.emulator.isa.synchronisation import shared_address
 from fa4gen.emulator.parser import Imm, Instr, Mem
 
@@ -128,24 +129,28 @@ def _reduce_copy(e: Emitter, i: Instr, m: Mods) -> None:
         rank = int(m.need("1d", "2d", "3d", "4d", "5d")[0])
         m.need("global")
         m.need("shared::cta")
-        function = m.need("add", "min", "max")
+        function = m.need("add", "min", "max", "inc", "dec", "and", "or", "xor")
         m.take("tile")
         m.need("bulk_group")
         _cache_hint(m)
         tensor, source = i.operands[:2]
         e.line(f"M.tensor_store(F, {_tensor(e, tensor, rank)}, {e.address(source, False)}, {function!r}, {e.mask})")
         return
+    function, number, kind = reduction(e, i, m)
+    target, source, size = i.operands[:3]
+    reduce = f"({function!r}, {number!r}, D.{kind})"
+    if m.take("shared::cluster"):
+        m.need("shared::cta")
+        m.need("mbarrier::complete_tx::bytes")
+        places = f"{e.address(target, False)}, 'shared::cta', {e.address(source, False)}, {e.use(size, 'u4')}"
+        e.line(f"M.bulk_load(F, {places}, {e.address(i.operands[3], False)}, None, {e.mask}, {reduce})")
+        return
     m.need("global")
     m.need("shared::cta")
     m.need("bulk_group")
     _cache_hint(m)
-    function = m.need("add", "min", "max")
-    kind = m.kind()
-    target, source, size = i.operands[:3]
-    e.line(
-        f"M.bulk_store(F, {e.address(target, True)}, {e.address(source, False)}, {e.use(size, 'u4')}, "
-        f"({function!r}, D.{kind}), {e.mask})"
-    )
+    places = f"{e.address(target, True)}, {e.address(source, False)}, {e.use(size, 'u4')}"
+    e.line(f"M.bulk_store(F, {places}, {reduce}, {e.mask})")
 
 
 @op("wgmma", unit="wgmma")
@@ -190,7 +195,8 @@ def _wgmma_mma(e: Emitter, i: Instr, m: Mods) -> None:
     scale = e.use(operands[2], "b1")
     immediates = [int(o.value) for o in operands[3:] if isinstance(o, Imm)]
     scale_a, scale_b, *majors = immediates
-    majors = ([0, *majors] if in_registers else majors) or [0, 0]
+    # Only 16-bit operands in shared memory have one each; all else is K-major.
+    majors = [0] * (2 - len(majors)) + majors
     op_name = e.constant(
         (columns, types[1], types[2], scale_a, scale_b, majors[0], majors[1], accumulators, a_registers)
     )

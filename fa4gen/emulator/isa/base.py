@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fa4gen.emulator.errors import UnsupportedInstruction
+from fa4gen.emulator.isa.values import D
 from fa4gen.emulator.parser import Imm, Instr, Kernel, Mem, Operand, Pair, Reg, Special, Sym, Vec
 
 __all__ = ["OPCODES", "SUSPENSIONS", "Emitter", "Mods", "Opcode", "kind_of", "op", "suspension"]
@@ -23,8 +24,10 @@ KINDS = {
     **{f"{letter}{bits}": f"u{bits // 8}" for letter in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)},
     **{f"f{bits}": f"f{bits // 8}" for bits in (16, 32, 64)},
+    # G is the width 16 as a single character, which sorts behind the digits.
+    "b128": "qG",
 }
-DTYPES = {kind: np.dtype("?" if kind == "b1" else kind).type for kind in sorted(set(KINDS.values()))}
+DTYPES = {kind: getattr(D, kind) for kind in sorted(set(KINDS.values()))}
 
 
 @dataclass(frozen=True)

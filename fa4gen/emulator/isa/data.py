@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fa4gen.emulator.isa.base import Emitter, Mods, op
+from fa4gen.emulator.isa.base import Emitter, Mods, kind_of, op
+from fa4gen.emulator.isa.synchronisation import shared_address
 from fa4gen.emulator.parser import Imm, Instr, Mem, Sym
 
-__all__: list[str] = []
+__all__ = ["reduction"]
 
 SPACES = ("param", "shared", "shared::cta", "shared::cluster", "global")
 # Orderings are accepted where the emulator, which runs memory in program order, gives at least as much.
@@ -84,28 +85,59 @@ def _store_async(e: Emitter, i: Instr, m: Mods, kind: str) -> None:
     e.line(f"M.store_async(F, {address}, D.{kind}, ({items},), {barrier}, {e.mask})")
 
 
+# PTX types of reductions that are no numpy types, and the integers that hold them.
+NARROW_FLOATS = {"bf16": "u2", "f16x2": "u4", "bf16x2": "u4"}
+FUNCTIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+def reduction(e: Emitter, i: Instr, m: Mods) -> tuple[str, str, str]:
+    """(function, PTX type, kind of its elements) of atom, red and reducing copies."""
+    number = m.rest.pop()
+    kind = NARROW_FLOATS.get(number) or kind_of(i, number)
+    function = m.need(*FUNCTIONS)
+    m.take("noftz")
+    is_float = number[0] == "f" or "f16" in number
+    if kind[0] == "q" or (is_float and function not in ("add", "min", "max")) or (kind in ("f4", "f8") and
+                                                                                  function != "add"):  # fmt: skip
+        raise e.unsupported(f"{function} on .{number}")
+    return function, number, kind
+
+
 @op("atom", "red", unit="memory")
 def _atomic(e: Emitter, i: Instr, m: Mods) -> None:
     if m.take("async"):
-        raise e.unsupported("red.async")
-    kind = m.kind()
+        _reduce_async(e, i, m)
+        return
+    function, number, kind = reduction(e, i, m)
     width = m.take("v2", "v4", "v8")
     space, wide = _space(e, m)
     order, _ = _common(m)
-    function = m.need("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-    m.take("noftz")
     operands = list(i.operands)
-    targets = e.vector(operands.pop(0)) if i.opcode == "atom" else (None,)
-    values = e.vector(operands[1])
-    items = ", ".join(e.use(v, kind) for v in values)
+    targets = e.vector(operands.pop(0)) if i.opcode == "atom" else ()
+    values = e.vector(operands[2 if function == "cas" else 1])
+    if len(values) != int(width[1:] if width else 1):
+        raise e.unsupported("vector width")
     compare = e.use(operands[1], kind) if function == "cas" else "None"
-    if function == "cas":
-        items = e.use(operands[2], kind)
-    if width and i.opcode == "atom":
-        raise e.unsupported("vector atom")
-    place = f"{space!r}, {e.address(operands[0], wide)}"
-    call = f"M.atomic(F, {place}, {function!r}, D.{kind}, ({items},), {compare}, {e.mask}, {order!r})"
-    e.define(targets[0], call, kind)
+    items = ", ".join(e.use(v, kind) for v in values)
+    result = e.temp()
+    e.line(
+        f"{result} = M.atomic(F, {space!r}, {e.address(operands[0], wide)}, {function!r}, {number!r}, D.{kind}, "
+        f"({items},), {compare}, {e.mask}, {order!r})"
+    )
+    for index, target in enumerate(targets):
+        if target is not None:
+            e.define(target, f"{result}[{index}]", kind)
+
+
+def _reduce_async(e: Emitter, i: Instr, m: Mods) -> None:
+    function, number, kind = reduction(e, i, m)
+    m.need("relaxed")
+    m.need("cluster")
+    m.need("shared::cluster")
+    m.need("mbarrier::complete_tx::bytes")
+    address, barrier = e.address(i.operands[0], False), e.address(i.operands[2], False)
+    value = e.use(i.operands[1], kind)
+    e.line(f"M.store_async(F, {address}, D.{kind}, ({value},), {barrier}, {e.mask}, {(function, number)!r})")
 
 
 @op("prefetch", "prefetchu", "applypriority", "discard", unit="memory")
@@ -119,21 +151,25 @@ def _matrix(e: Emitter, i: Instr, m: Mods) -> None:
     m.need("sync")
     m.need("aligned")
     count = int(m.need("x1", "x2", "x4")[1])
-    if m.take("m8n8") is None or m.take("b16") is None:
+    form = m.take("trans") or ""
+    if m.take("m16n8" if i.opcode == "stmatrix" else "m16n16"):
+        # 8-bit elements: always transposed; a 16 x 16 matrix has two registers, and there are at most two.
+        m.need("b8")
+        count *= 1 if i.opcode == "stmatrix" else 2
+        form = "b8" if form else "missing"
+    elif m.take("m8n8") is None or m.take("b16") is None:
         raise e.unsupported("matrix shape")
-    m.take("shared", "shared::cta")
-    trans = bool(m.take("trans"))
     memory, registers = (0, 1) if i.opcode == "stmatrix" else (1, 0)
-    address = e.address(i.operands[memory], False)
+    address = shared_address(e, m, i.operands[memory])
     items = e.vector(i.operands[registers])
-    if len(items) != count:
+    if form == "missing" or len(items) != count:
         raise e.unsupported("number of matrices")
     if i.opcode == "stmatrix":
         values = ", ".join(e.use(v, "u4") for v in items)
-        e.line(f"M.store_matrix(F, {address}, ({values},), {trans}, {e.mask})")
+        e.line(f"M.store_matrix(F, {address}, ({values},), {form!r}, {e.mask})")
         return
     result = e.temp()
-    e.line(f"{result} = M.load_matrix(F, {address}, {count}, {trans}, {e.mask})")
+    e.line(f"{result} = M.load_matrix(F, {address}, {count}, {form!r}, {e.mask})")
     for index, item in enumerate(items):
         e.define(item, f"{result}[{index}]", "u4")
 

@@ -22,6 +22,8 @@ class D:
     u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
     i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
     f2, f4, f8 = np.float16, np.float32, np.float64
+    # 128 bits: no arithmetic, only a type of that size.
+    qG = np.complex128
 
 
 def both(mask: Any, guard: Any) -> Any:
@@ -102,6 +104,18 @@ def unpack(value: Any, index: int, dtype: Any) -> Any:
     """Part ``index`` of a wider integer."""
     shift = value.dtype.type(8 * np.dtype(dtype).itemsize * index)
     return (value >> shift).astype(dtype)
+
+
+def pack128(low: Any, high: Any) -> Any:
+    """Two 64-bit parts in a .b128 register."""
+    low, high = np.broadcast_arrays(low, high)
+    return np.stack([low, high], axis=-1).view(np.complex128)[..., 0]
+
+
+def unpack128(value: Any, index: int, dtype: Any) -> Any:
+    """Part ``index`` of a .b128 register, counted in elements of ``dtype``."""
+    flat = np.ascontiguousarray(value).reshape(-1, 1).view(dtype)
+    return flat[:, index].reshape(np.shape(value))
 
 
 def integer_div(a: Any, b: Any) -> Any:
@@ -217,6 +231,22 @@ def _fp8_bits(x: Any, name: str) -> Any:
     code = np.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, lower)
     code = np.where(np.isnan(x), 0x7F, code) | np.where(np.signbit(x), 128, 0)
     return code.astype(np.uint16)
+
+
+def f16x2_of_fp8(x: Any, name: str) -> Any:
+    """Two 8-bit floats in 16 bits as two halves, exactly."""
+    low, high = (FP8[name][(x >> np.uint16(shift)) & np.uint16(255)] for shift in (0, 8))
+    return f16x2(low, high)
+
+
+def halves(x: Any, name: str) -> tuple[Any, Any]:
+    """Both 16-bit floats of 32 bits in fp32, low first. ``name``: "f16" or "bf16"."""
+    parts = (unpack(x, index, np.uint16) for index in (0, 1))
+    if name == "bf16":
+        low, high = (f4_of_bf16(part) for part in parts)
+    else:
+        low, high = (part.view(np.float16).astype(np.float32) for part in parts)
+    return low, high
 
 
 def e4m3x2(low: Any, high: Any) -> Any:
