@@ -371,7 +371,8 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
 
 @app.command()
 def bench(
-    problems: Annotated[list[str], typer.Argument(metavar="PROBLEM...")],
+    problems: Annotated[list[str] | None, typer.Argument(metavar="PROBLEM...")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", help="A named list: long, demo, paper, small.")] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated names, all, or none.")] = "all",
     variants: Annotated[
         list[str] | None,
@@ -388,7 +389,9 @@ def bench(
     from fa4gen.measure.cuda import current_device
     from fa4gen.measure.peers import get_peers
 
-    parsed, contestants = [AttentionProblem.parse(text) for text in problems], get_peers(peers)
+    parsed, contestants = _problems_named(preset, problems, None), get_peers(peers)
+    if not parsed and not host:
+        raise UsageError("nothing to bench: give problems, --preset or --host")
     device = current_device(gpu)
     family = get_family("fwd", device.arch.name).name
     for text in variants or ():
@@ -458,7 +461,7 @@ def tune(
         budget_s=budget,
         record=record,
     )
-    problems = _problems_to_tune(preset, problem, shapes)
+    problems = _problems_named(preset, problem, shapes)
     if record is not None and measure is not MeasurerKind.CUDA:
         raise UsageError(f"--record keeps measurements: it needs --measure cuda, not {measure.value}")
     if not problems and not from_misses:
@@ -490,8 +493,8 @@ def tune(
         raise typer.Exit(1)
 
 
-def _problems_to_tune(preset: str | None, texts: list[str] | None, shapes: Path | None) -> list[AttentionProblem]:
-    """The problems that were named, each once, in order."""
+def _problems_named(preset: str | None, texts: list[str] | None, shapes: Path | None) -> list[AttentionProblem]:
+    """The problems of a preset, of texts and of a file, each once, in order."""
     from fa4gen.presets import get_preset
 
     problems = list(get_preset(preset)) if preset else []
