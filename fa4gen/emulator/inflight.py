@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fa4gen.emulator.errors import RaceError
-from fa4gen.emulator.parser import Imm, Instr, Mem, Operand, Pair, Reg, Vec
+from fa4gen.emulator.parser import Imm, Instr, Vec
 from fa4gen.emulator.program import Block, Program
+from fa4gen.emulator.registers import accesses, names
 
-__all__ = ["InFlight", "accesses"]
-
-NO_RESULT = {"st", "red", "stmatrix", "bar", "barrier", "cp", "fence", "prefetch", "bra", "ret", "exit", "setmaxnreg",
-             "converge", "griddepcontrol", "nanosleep"}  # fmt: skip
+__all__ = ["InFlight"]
 
 
 class _Event(NamedTuple):
@@ -127,12 +125,12 @@ class InFlight:
         return state
 
     def _check_use(self, event: _Event, state: _State) -> None:
-        for names, what in (
+        for touched, what in (
             ((event.reads | event.writes) & state.accumulators, "touches the accumulator"),
             (event.writes & state.operands, "overwrites the operand"),
         ):
-            if names:
-                self._fail(event, names, f"{what} {{}} of a wgmma that no wgmma.wait_group has waited for")
+            if touched:
+                self._fail(event, touched, f"{what} {{}} of a wgmma that no wgmma.wait_group has waited for")
 
     def _issue(self, event: _Event, state: _State) -> _State:
         if not state.fenced:
@@ -164,28 +162,4 @@ def _wgmma_registers(program: Program) -> frozenset[str]:
 def _mma_registers(instr: Instr) -> tuple[frozenset[str], frozenset[str]]:
     """(accumulators, A registers) of a wgmma."""
     a = instr.operands[1]
-    return frozenset(_names(instr.operands[0])), frozenset(_names(a)) if isinstance(a, Vec) else frozenset()
-
-
-def _names(operand: Operand) -> list[str]:
-    if isinstance(operand, Reg):
-        return [operand.name]
-    if isinstance(operand, Vec):
-        return [name for item in operand.items for name in _names(item)]
-    if isinstance(operand, Pair):
-        return _names(operand.first) + _names(operand.second)
-    if isinstance(operand, Mem):
-        return _names(operand.base if isinstance(operand.base, Reg) else None) + _names(operand.coords)
-    return []
-
-
-def accesses(instr: Instr) -> tuple[set[str], set[str]]:
-    """Names of the registers that an instruction other than wgmma reads and writes."""
-    operands = list(instr.operands)
-    reads = {instr.pred.name} if instr.pred else set()
-    writes: set[str] = set()
-    if instr.opcode not in NO_RESULT and operands and not isinstance(operands[0], Mem):
-        writes.update(_names(operands.pop(0)))
-    for operand in operands:
-        reads.update(_names(operand))
-    return reads, writes
+    return frozenset(names(instr.operands[0])), frozenset(names(a)) if isinstance(a, Vec) else frozenset()

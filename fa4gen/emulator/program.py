@@ -15,6 +15,7 @@ from fa4gen.emulator.fiber import POISON
 from fa4gen.emulator.isa import OPCODES, SUSPENSIONS, Emitter, Mods, suspension_of
 from fa4gen.emulator.isa.values import NAMESPACE
 from fa4gen.emulator.parser import Instr, Kernel, Reg, Sym, Vec
+from fa4gen.emulator.registers import contract
 from fa4gen.emulator.warp import FUNCTIONS
 
 __all__ = ["Block", "Program"]
@@ -70,6 +71,7 @@ class Program:
         )
         self.constants: dict[str, Any] = NAMESPACE | FUNCTIONS
         self.blocks = _split(kernel)
+        contract([b.instrs for b in self.blocks], [b.terminator for b in self.blocks if b.terminator])
         emitters = [self._emit(block) for block in self.blocks]
         live = _liveness(self.blocks, emitters)
         for block, meet in zip(self.blocks, _post_dominators(self.blocks), strict=True):

@@ -10,6 +10,8 @@ import torch
 from fa4gen import emulator
 from fa4gen.accuracy import make_inputs
 from fa4gen.config import FlashFwdSm90Config as Config
+from fa4gen.emulator.executor import load
+from fa4gen.sass import inspect
 
 CASES = {
     "pingpong": ("b=1 h=2 s=300 d=128 causal lse", Config()),
@@ -46,6 +48,17 @@ def test_other_inputs(build, kind):
     outputs = emulator.run(artifact, problem, inputs).outputs
     report = check(outputs["o"], outputs["lse"], expect(*inputs, problem, default_scale(problem)))
     assert report.ok, report.message
+
+
+@pytest.mark.parametrize("case", ["pingpong", "p_in_smem", "poly_exp2"])
+def test_products_are_contracted_as_ptxas_does(build, case):
+    artifact, _ = build(*CASES[case])
+    (program,) = load(artifact.object_path, artifact.ptx_path, artifact.variant_name).programs.values()
+    instrs = [i for block in program.blocks for i in block.instrs]
+    contracted = sum(i.opcode == "contracted" for i in instrs)
+    explicit = sum(i.opcode == "fma" and i.mods == ("rn", "f32") for i in instrs)
+    assert contracted > 50
+    assert inspect(artifact.cubin_path).mix["FFMA"] == contracted + explicit
 
 
 def test_ten_random_schedules_give_the_same_bits(build):

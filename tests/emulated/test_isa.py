@@ -107,6 +107,35 @@ def test_packed_f32x2():
     assert np.array_equal(got, (wide * wide + wide).astype(np.float32))
 
 
+def once(x, y, z):
+    """x · y + z, rounded once."""
+    return (x.astype(np.float64) * y + z).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mul.f32 %r12, %r10, %r11; add.f32 %r20, %r12, %r10;", lambda x, y: once(x, y, x)),
+        ("mul.f32 %r12, %r10, %r11; sub.f32 %r20, %r12, %r10;", lambda x, y: once(x, y, -x)),
+        ("mul.f32 %r12, %r10, %r11; sub.f32 %r20, %r10, %r12;", lambda x, y: once(-x, y, x)),
+        # Of two products the first; one that has another use is computed by itself.
+        ("mul.f32 %r12, %r10, %r11; mul.f32 %r13, %r10, %r10; sub.f32 %r20, %r12, %r13;",
+         lambda x, y: once(x, y, -(x * x))),
+        ("mul.f32 %r12, %r10, %r11; mul.f32 %r13, %r10, %r10; add.f32 %r20, %r12, %r13; xor.b32 %r14, %r12, %r12;",
+         lambda x, y: once(x, x, x * y)),
+        # Not with a rounding modifier, nor over the end of a block, nor where a factor has changed.
+        ("mul.rn.f32 %r12, %r10, %r11; add.f32 %r20, %r12, %r10;", lambda x, y: x * y + x),
+        ("mul.f32 %r12, %r10, %r11; add.rn.f32 %r20, %r12, %r10;", lambda x, y: x * y + x),
+        ("mul.f32 %r12, %r10, %r11; next: add.f32 %r20, %r12, %r10;", lambda x, y: x * y + x),
+        ("mul.f32 %r12, %r10, %r11; mov.b32 %r11, 0; add.f32 %r20, %r12, %r10;", lambda x, y: x * y + x),
+    ],
+)  # fmt: skip
+def test_contraction(text, expected):
+    got = per_thread(loads("b32", "b32") + text, "%r20", X, X[::-1].copy(), dtype=np.float32)
+    assert np.array_equal(got, expected(X, X[::-1]))
+    assert not np.array_equal(once(X, X[::-1], X), X * X[::-1] + X)
+
+
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_fp8_conversion_rounds_to_the_nearest_value(name):
     torch = pytest.importorskip("torch")

@@ -59,6 +59,16 @@ def _float_arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
     e.define(i.operands[0], float_expression(e, i.opcode, rounding, bool(ftz), values), "f4")
 
 
+@op("contracted", unit="alu")
+def _contracted(e: Emitter, i: Instr, m: Mods) -> None:
+    """Pseudo-instruction of a product and its sum, rounded once: a·b + c, a·b - c or c - a·b."""
+    m.kind()
+    function = m.need("add", "sub", "rsub")
+    a, b, c = (e.use(s, "f4") for s in i.operands[1:])
+    values = [f"-{a}" if function == "rsub" else a, b, f"-{c}" if function == "sub" else c]
+    e.define(i.operands[0], float_expression(e, "fma", "rn", bool(m.take("ftz")), values), "f4")
+
+
 def _mixed_arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
     """fp32 arithmetic whose sources, but for the last of fma and the second of add and sub, are 16-bit floats."""
     narrow = m.rest.pop()
