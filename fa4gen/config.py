@@ -8,7 +8,16 @@ from typing import Any
 from fa4gen.errors import UsageError
 from fa4gen.problem import AttentionProblem
 
-__all__ = ["FAMILIES", "Config", "Family", "FlashFwdSm90Config", "config_from_dict", "config_to_dict", "get_family"]
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "Family",
+    "FlashFwdSm90Config",
+    "FlashFwdSm100Config",
+    "config_from_dict",
+    "config_to_dict",
+    "get_family",
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class FlashFwdSm90Config:
         Shapes and structure are those that led on an H200 over the paper's grid. A causal mask makes tiles unequal:
         the hardware's own scheduling, longest first, then beats a static persistent walk.
         """
-        structure = (
+        structure: dict[str, Any] = (
             {"persistent": False, "tile_order": "longest_first"}
             if problem.causal
             else {"persistent": True, "tile_order": "linear"}
@@ -75,9 +84,91 @@ class FlashFwdSm90Config:
         return cls(tile_m=128, tile_n=64, **structure)
 
 
+@dataclass(frozen=True)
+class FlashFwdSm100Config:
+    """Knobs of ``flash_fwd_sm100``: TMA, MMA and store warps, a softmax warpgroup for each Q tile, a correction one.
+
+    Attributes:
+        tile_n: K/V rows a step. Larger amortises barriers against TMEM (tile_n columns a slot of S), shared memory and
+            a softmax thread's registers (it holds a row of S).
+        q_stages: Q tiles of 128 rows in flight, one's softmax under the other's MMA. Two share every K/V load; one
+            leaves TMEM and shared memory to large head dims and fills small grids.
+        s_stages: slots of S for each Q tile. With two, QKᵀ of the next step runs before PV of this one, under the
+            softmax; with one, P's slot must first be read by PV. Overlap against TMEM columns.
+        kv_stages: depth of the ring that K and V tiles share. Latency hiding against shared memory.
+        mma_order: with one slot of S, "interleaved" issues PV and the next QKᵀ of a Q tile together, so that its
+            softmax starts early; "grouped" issues the PVs of both Q tiles, then both QKᵀ, each reading one K/V tile.
+        exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units (packed f32x2), not by
+            MUFU.
+        exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
+        exp2_poly_start: share of the row that is left to MUFU before the first polynomial, so that P's first part is
+            ready sooner.
+        p_store_split: share of P that is stored and signalled first, so that PV starts on it; 1 stores P in one go.
+        rescale_threshold: None rescales O at every step. A number (log2 units) keeps the old row maximum until the
+            new one exceeds it by more, and skips the O pass while no row of the warp needs it: TMEM traffic against a
+            vote and a branch.
+        reload_scores: the softmax reads S from TMEM twice, for the maximum and for the exponentials, a chunk at a time:
+            TMEM reads against holding tile_n registers.
+        softmax_regs: registers a thread of a softmax warpgroup after setmaxnreg.
+        correction_regs: registers a thread of the correction warpgroup; the warps that issue TMA and MMA get the rest.
+        pack_gqa: the query heads of one K/V head share a tile, so short sequences fill it and K/V is read once.
+        scheduler: "single" launches a CTA a tile; "persistent" one an SM that walks over tiles, overlapping a tile's
+            epilogue with the next one's loads and MMA.
+        tile_order: "linear" walks M blocks, heads, batches; "longest_first" takes the M blocks with most keys
+            first, heads in sections whose K and V fit the L2.
+        epilogue: "tma" stages O in shared memory of its own for a TMA store, "tma_over_q" where Q lies, which delays
+            the next tile's Q; "registers" writes each row from registers and needs no shared memory.
+    """
+
+    tile_n: int = 128
+    q_stages: int = 2
+    s_stages: int = 1
+    kv_stages: int = 3
+    mma_order: str = "interleaved"
+    exp2_poly_fraction: float = 0.125
+    exp2_poly_degree: int = 3
+    exp2_poly_start: float = 0.25
+    p_store_split: float = 0.75
+    rescale_threshold: float | None = 8.0
+    reload_scores: bool = False
+    softmax_regs: int = 192
+    correction_regs: int = 80
+    pack_gqa: bool = False
+    scheduler: str = "persistent"
+    tile_order: str = "linear"
+    epilogue: str = "tma"
+
+    @property
+    def tile_m(self) -> int:
+        """Q rows a CTA."""
+        return 128 * self.q_stages
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> FlashFwdSm100Config:
+        """The config a problem gets before anything was measured for it. Always feasible where any config is.
+
+        Nothing here was measured: two Q tiles while TMEM and shared memory hold them, a ring as deep as fits, and the
+        share of the polynomial that balances MUFU against FMA, less what the MMA hides (see :mod:`fa4gen.bound`).
+        """
+        structure: dict[str, Any] = (
+            {"scheduler": "single", "tile_order": "longest_first"}
+            if problem.causal
+            else {"scheduler": "persistent", "tile_order": "linear"}
+        )
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if widest <= 64:
+            return cls(kv_stages=6, exp2_poly_fraction=0.25, **structure)
+        if widest <= 128:
+            return cls(kv_stages=3, exp2_poly_fraction=0.09375, **structure)
+        if problem.head_dim <= 192 and problem.head_dim_v <= 128:
+            return cls(kv_stages=2, epilogue="tma_over_q", exp2_poly_fraction=0.0625, **structure)
+        one_tile: dict[str, Any] = {"q_stages": 1, "s_stages": 2, "softmax_regs": 208, "correction_regs": 112}
+        return cls(tile_n=96, kv_stages=3, epilogue="tma_over_q", exp2_poly_fraction=0.0, **one_tile, **structure)
+
+
 # Any family's config. All have tile_m (rows of Q a CTA), tile_n, kv_stages, exp2_poly_fraction, exp2_poly_degree,
 # rescale_threshold and pack_gqa, and a classmethod default(problem).
-Config = FlashFwdSm90Config
+Config = FlashFwdSm90Config | FlashFwdSm100Config
 
 
 @dataclass(frozen=True)
@@ -100,7 +191,13 @@ class Family:
         return f"{self.name}.yaml"
 
 
-FAMILIES = {family.name: family for family in (Family("flash_fwd_sm90", "fwd", ("sm_90a",), FlashFwdSm90Config),)}
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("flash_fwd_sm90", "fwd", ("sm_90a",), FlashFwdSm90Config),
+        Family("flash_fwd_sm100", "fwd", ("sm_100a", "sm_103a"), FlashFwdSm100Config),
+    )
+}
 
 
 def get_family(op: str, arch: str) -> Family:

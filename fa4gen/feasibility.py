@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fa4gen.arch import Arch
-from fa4gen.config import FAMILIES, Config, Family, FlashFwdSm90Config
+from fa4gen.config import FAMILIES, Config, Family, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem, StaticProblem
 
-__all__ = ["Rejection", "can_implement", "launch_registers", "mma_registers", "padded", "smem_bytes"]
+__all__ = [
+    "Rejection",
+    "can_implement",
+    "kv_stage_bytes",
+    "launch_registers",
+    "mma_registers",
+    "other_registers",
+    "p_split",
+    "padded",
+    "smem_bytes",
+    "tmem_columns",
+]
 
 # log2 of the largest finite P: 2^rescale_threshold must leave room below it.
 MAX_EXPONENT = {"bf16": 127, "fp16": 15}
@@ -68,16 +79,28 @@ def mma_registers(config: FlashFwdSm90Config, arch: Arch) -> int:
     return min((budget - config.producer_regs) // warpgroups // 8 * 8, MAX_SETMAXNREG)
 
 
-def smem_bytes(static: StaticProblem, config: FlashFwdSm90Config) -> int:
-    """Dynamic shared memory of a CTA, bytes: barriers, Q slabs (reused for O), K and V rings, P; each 1 KB aligned."""
+def smem_bytes(static: StaticProblem, config: Config) -> int:
+    """Dynamic shared memory of a CTA, bytes: barriers and row statistics, then operand tiles, each 1 KB aligned."""
+    parts = _smem_sm100(static, config) if isinstance(config, FlashFwdSm100Config) else _smem_sm90(static, config)
+    return sum(_kilobytes(part) for part in parts)
+
+
+def _kilobytes(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def _smem_sm90(static: StaticProblem, config: FlashFwdSm90Config) -> Iterator[int]:
+    """Barriers, Q slabs (reused for O), K and V rings, P."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
-    barriers = (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
-    q_or_o = config.tile_m * max(head_dim, head_dim_v) * size
-    k = config.kv_stages * config.tile_n * head_dim * size
-    v = config.kv_stages * config.tile_n * head_dim_v * size
-    p = 0 if config.mma_pv_is_rs else config.tile_m * config.tile_n * size
-    return sum(-(-part // 1024) * 1024 for part in (barriers, q_or_o, k, v, p))
+    yield (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
+    yield config.tile_m * max(head_dim, head_dim_v) * size
+    yield config.kv_stages * config.tile_n * head_dim * size
+    yield config.kv_stages * config.tile_n * head_dim_v * size
+    yield 0 if config.mma_pv_is_rs else config.tile_m * config.tile_n * size
+
+
+# --- flash_fwd_sm90 ---------------------------------------------------------------------------------------------------
 
 
 def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
@@ -87,20 +110,8 @@ def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch:
             yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
     yield from _knob_ranges(config, problem)
     yield from _registers(config, problem, arch)
-    needed = smem_bytes(problem.static, config)
-    if needed > arch.smem_per_cta:
-        yield Rejection(
-            "smem",
-            f"Q, P and a {config.kv_stages}-stage K/V ring need {needed} B of shared memory, "
-            f"{arch.name} has {arch.smem_per_cta}",
-            {"needed": needed, "available": arch.smem_per_cta},
-        )
-    if config.pack_gqa and (problem.gqa_ratio == 1 or 64 % problem.gqa_ratio):
-        yield Rejection(
-            "pack_gqa",
-            f"pack_gqa needs a power of two from 2 to 64 query heads per K/V head, got {problem.gqa_ratio}",
-            {"gqa_ratio": problem.gqa_ratio},
-        )
+    yield from _shared_memory(problem, config, arch)
+    yield from _pack_gqa(problem, config, 64)
     if config.cluster_m > 1 and (problem.causal or config.tile_order != "linear"):
         yield Rejection(
             "cluster",
@@ -119,10 +130,14 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
         yield Rejection("schedule", f"schedule must be cooperative or pingpong, got {config.schedule!r}")
     if config.schedule == "pingpong" and config.tile_m < 128:
         yield Rejection("schedule", f"pingpong needs two warpgroups, so tile_m >= 128, got {config.tile_m}")
-    if config.tile_order not in ("linear", "longest_first"):
-        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
     if config.cluster_m not in (1, 2, 4):
         yield Rejection("cluster_m", f"cluster_m must be 1, 2 or 4, got {config.cluster_m}")
+    yield from _common_knobs(config, problem)
+
+
+def _common_knobs(config: Config, problem: AttentionProblem) -> Iterator[Rejection]:
+    if config.tile_order not in ("linear", "longest_first"):
+        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
     if not 0.0 <= config.exp2_poly_fraction <= 1.0:
         yield Rejection("exp2_poly_fraction", f"exp2_poly_fraction must be 0 to 1, got {config.exp2_poly_fraction}")
     if config.exp2_poly_degree not in (3, 4, 5):
@@ -134,6 +149,27 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
             "rescale_threshold",
             f"rescale_threshold must be None or 0 to {MAX_EXPONENT[problem.dtype] / 1.5:g}: P reaches 2^threshold "
             f"and must stay inside {problem.dtype}, got {threshold}",
+        )
+
+
+def _shared_memory(problem: AttentionProblem, config: Config, arch: Arch) -> Iterator[Rejection]:
+    needed = smem_bytes(problem.static, config)
+    if needed > arch.smem_per_cta:
+        yield Rejection(
+            "smem",
+            f"the tiles and a {config.kv_stages}-stage K/V ring need {needed} B of shared memory, "
+            f"{arch.name} has {arch.smem_per_cta}",
+            {"needed": needed, "available": arch.smem_per_cta},
+        )
+
+
+def _pack_gqa(problem: AttentionProblem, config: Config, most: int) -> Iterator[Rejection]:
+    """``most``: rows of Q that one TMA box loads, which must hold whole groups of heads."""
+    if config.pack_gqa and (problem.gqa_ratio == 1 or most % problem.gqa_ratio):
+        yield Rejection(
+            "pack_gqa",
+            f"pack_gqa needs a power of two from 2 to {most} query heads per K/V head, got {problem.gqa_ratio}",
+            {"gqa_ratio": problem.gqa_ratio},
         )
 
 
@@ -169,4 +205,145 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
         )
 
 
-_RULES: dict[str, Callable[[AttentionProblem, Any, Arch], Iterator[Rejection]]] = {"flash_fwd_sm90": _flash_fwd_sm90}
+# --- flash_fwd_sm100 --------------------------------------------------------------------------------------------------
+
+# Measured, like WORKING_REGISTERS: what ptxas needs to spill nothing. Of a softmax thread beside its row of S: sums,
+# packed P on its way to TMEM, statistics, addresses.
+SOFTMAX_WORKING_REGISTERS = 48
+# With the polynomial and more columns than this in registers, ptxas spills whatever it is given.
+MAX_POLYNOMIAL_COLUMNS = 128
+# Coefficients of the polynomial, one for each half of a pair, and its temporaries, by degree.
+POLYNOMIAL_REGISTERS = {3: 16, 4: 28, 5: 32}
+# A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns.
+RELOADED_COLUMNS = 160
+# Of the correction warpgroup: a chunk of O, addresses of shared memory.
+MIN_CORRECTION_REGISTERS = 64
+
+
+def p_split(config: FlashFwdSm100Config) -> int:
+    """Columns of P, whole K steps of the MMA, that are stored and signalled first."""
+    return max(round(config.tile_n * config.p_store_split / 16), 1) * 16
+
+
+def kv_stage_bytes(static: StaticProblem, config: FlashFwdSm100Config) -> int:
+    """A stage of the ring that K and V share, with the alignment that the widest swizzle wants."""
+    widest = max(padded(static.head_dim), padded(static.head_dim_v))
+    return _kilobytes(config.tile_n * widest * DTYPE_BYTES[static.dtype])
+
+
+def tmem_columns(static: StaticProblem, config: FlashFwdSm100Config) -> int:
+    """TMEM columns in use: every slot of S, in which P lies too, and O of every Q tile."""
+    return config.q_stages * (config.s_stages * config.tile_n + padded(static.head_dim_v))
+
+
+def other_registers(config: FlashFwdSm100Config, arch: Arch) -> int:
+    """Registers a thread of the load, MMA and store warps: what the softmax and correction warpgroups leave.
+
+    Roles' registers x warpgroups must stay within launch registers x warpgroups, see :func:`mma_registers`.
+    """
+    warpgroups = config.q_stages + 2
+    launch = launch_registers(128 * warpgroups, arch)
+    left = launch * warpgroups - config.q_stages * config.softmax_regs - config.correction_regs
+    return min(left // 8 * 8, launch)
+
+
+def _smem_sm100(static: StaticProblem, config: FlashFwdSm100Config) -> Iterator[int]:
+    """Barriers, TMEM address and row statistics; Q; the K/V ring; O if it is staged beside Q."""
+    size = DTYPE_BYTES[static.dtype]
+    head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
+    slots = config.q_stages * config.s_stages
+    a_slot = 3 + (p_split(config) < config.tile_n)
+    a_q_tile = 3 + (config.s_stages == 2) + (config.epilogue != "registers")
+    if config.scheduler != "single":
+        a_q_tile += 2 + (config.epilogue == "tma")
+    barriers = slots * a_slot + config.q_stages * a_q_tile + 2 * config.kv_stages
+    yield barriers * 8 + 4 + (slots + config.q_stages) * 128 * 4
+    yield config.tile_m * (max(head_dim, head_dim_v) if config.epilogue == "tma_over_q" else head_dim) * size
+    yield config.kv_stages * kv_stage_bytes(static, config)
+    yield config.tile_m * head_dim_v * size if config.epilogue == "tma" else 0
+
+
+def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+    d, dv = problem.head_dim, problem.head_dim_v
+    if d % 8 or dv % 8 or not 8 <= d <= 256 or not 8 <= dv <= 256:
+        yield Rejection("head_dim", f"head dims must be multiples of 8 from 8 to 256, got {d} and {dv}")
+    for name, choices in (
+        ("q_stages", (1, 2)),
+        ("s_stages", (1, 2)),
+        ("mma_order", ("interleaved", "grouped")),
+        ("scheduler", ("single", "persistent")),
+        ("epilogue", ("tma", "tma_over_q", "registers")),
+    ):
+        value = getattr(config, name)
+        if value not in choices:
+            yield Rejection(name, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+    if config.tile_n % 16 or not 32 <= config.tile_n <= 256:
+        yield Rejection("tile_n", f"tile_n must be a multiple of 16 from 32 to 256, got {config.tile_n}")
+    # A step holds a K and a V tile at once.
+    if not 2 <= config.kv_stages <= 16:
+        yield Rejection("kv_stages", f"kv_stages must be 2 to 16, got {config.kv_stages}")
+    if not 0.0 < config.p_store_split <= 1.0:
+        yield Rejection("p_store_split", f"p_store_split must be above 0, at most 1, got {config.p_store_split}")
+    if not 0.0 <= config.exp2_poly_start <= 1.0 - config.exp2_poly_fraction:
+        yield Rejection(
+            "exp2_poly_start",
+            f"exp2_poly_start must leave room for the polynomial's share, 0 to {1 - config.exp2_poly_fraction:g}, "
+            f"got {config.exp2_poly_start}",
+        )
+    yield from _common_knobs(config, problem)
+    yield from _register_split(config, arch)
+    columns = tmem_columns(problem.static, config)
+    if columns > arch.tmem_columns:
+        yield Rejection(
+            "tmem",
+            f"S and O of {config.q_stages} Q tiles need {columns} TMEM columns, {arch.name} has {arch.tmem_columns}",
+            {"needed": columns, "available": arch.tmem_columns},
+        )
+    yield from _shared_memory(problem, config, arch)
+    yield from _pack_gqa(problem, config, 128)
+
+
+def _register_split(config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+    launch = launch_registers(128 * (config.q_stages + 2), arch)
+    # setmaxnreg.inc may not ask for less than a thread has.
+    for name, least in (("softmax_regs", launch), ("correction_regs", MIN_CORRECTION_REGISTERS)):
+        value = getattr(config, name)
+        if value % 8 or not least <= value <= MAX_SETMAXNREG:
+            yield Rejection(
+                name, f"{name} must be a multiple of 8 from {least} to {MAX_SETMAXNREG}, got {value}", {name: value}
+            )
+    left = other_registers(config, arch)
+    if left < MIN_SETMAXNREG:
+        yield Rejection(
+            "registers",
+            f"softmax and correction leave {left} registers a thread to the other warps, which need {MIN_SETMAXNREG}",
+            {"needed": MIN_SETMAXNREG, "available": left},
+        )
+    needed = softmax_registers(config)
+    if needed > config.softmax_regs:
+        yield Rejection(
+            "registers",
+            f"a row of S and what works on it need {needed} registers a softmax thread, "
+            f"softmax_regs is {config.softmax_regs}",
+            {"needed": needed, "available": config.softmax_regs},
+        )
+    if config.exp2_poly_fraction and not config.reload_scores and config.tile_n > MAX_POLYNOMIAL_COLUMNS:
+        yield Rejection(
+            "registers",
+            f"with a polynomial exp2, tile_n above {MAX_POLYNOMIAL_COLUMNS} needs reload_scores, got {config.tile_n}",
+            {"tile_n": config.tile_n},
+        )
+
+
+def softmax_registers(config: FlashFwdSm100Config) -> int:
+    """Registers that a softmax thread needs."""
+    if config.reload_scores:
+        return min(config.tile_n, RELOADED_COLUMNS) + SOFTMAX_WORKING_REGISTERS
+    polynomial = POLYNOMIAL_REGISTERS.get(config.exp2_poly_degree, 0) if config.exp2_poly_fraction else 0
+    return config.tile_n + SOFTMAX_WORKING_REGISTERS + polynomial
+
+
+_RULES: dict[str, Callable[[AttentionProblem, Any, Arch], Iterator[Rejection]]] = {
+    "flash_fwd_sm90": _flash_fwd_sm90,
+    "flash_fwd_sm100": _flash_fwd_sm100,
+}

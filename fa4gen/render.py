@@ -10,8 +10,18 @@ from typing import Any
 import jinja2
 import yaml
 
-from fa4gen.arch import get_arch
-from fa4gen.feasibility import mma_registers, padded
+from fa4gen.arch import Arch, get_arch
+from fa4gen.config import FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.feasibility import (
+    kv_stage_bytes,
+    launch_registers,
+    mma_registers,
+    other_registers,
+    p_split,
+    padded,
+    tmem_columns,
+)
+from fa4gen.problem import DTYPE_BYTES, StaticProblem
 from fa4gen.resources import resource_dir
 from fa4gen.variant import Variant
 
@@ -38,7 +48,7 @@ def render(variant: Variant) -> str:
     packed = config.pack_gqa and static.gqa_ratio > 1
     template = _environment().get_template(family.template)
     return template.render(
-        asdict(static) | asdict(config) | _CONTEXTS[family.name](variant),
+        asdict(static) | asdict(config) | _CONTEXTS[family.name](static, config, get_arch(variant.arch)),
         name=variant.name,
         digest=variant.digest,
         arch=variant.arch,
@@ -52,9 +62,24 @@ def render(variant: Variant) -> str:
     )
 
 
-def _flash_fwd_sm90(variant: Variant) -> dict[str, Any]:
-    return {"mma_regs": mma_registers(variant.config, get_arch(variant.arch))}
+def _flash_fwd_sm90(static: StaticProblem, config: FlashFwdSm90Config, arch: Arch) -> dict[str, Any]:
+    return {"mma_regs": mma_registers(config, arch)}
+
+
+def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: Arch) -> dict[str, Any]:
+    at_launch = launch_registers(128 * (config.q_stages + 2), arch)
+    return {
+        "kv_stage_elements": kv_stage_bytes(static, config) // DTYPE_BYTES[static.dtype],
+        "p_split": p_split(config),
+        # TMEM is allocated in powers of two.
+        "tmem_columns": max(32, 1 << (tmem_columns(static, config) - 1).bit_length()),
+        "other_regs": other_registers(config, arch),
+        "correction_setmaxnreg": "increase" if config.correction_regs > at_launch else "decrease",
+    }
 
 
 # Family -> what its template needs beside the knobs, the problem and the names above.
-_CONTEXTS: dict[str, Callable[[Variant], dict[str, Any]]] = {"flash_fwd_sm90": _flash_fwd_sm90}
+_CONTEXTS: dict[str, Callable[[StaticProblem, Any, Arch], dict[str, Any]]] = {
+    "flash_fwd_sm90": _flash_fwd_sm90,
+    "flash_fwd_sm100": _flash_fwd_sm100,
+}

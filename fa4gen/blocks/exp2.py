@@ -33,3 +33,20 @@ def exp2_polynomial(x: Float32, degree: cutlass.Constexpr[int]) -> Float32:
     for i in cutlass.range_constexpr(degree):
         p = p * fraction + coefficients[degree - 1 - i]
     return float_of(bits_of(p) + (bits_of(rounded) << 23))
+
+
+@cute.jit
+def exp2_polynomial_pair(x0: Float32, x1: Float32, degree: cutlass.Constexpr[int]):
+    """``exp2_polynomial`` of two numbers with packed f32x2 arithmetic, half the issue slots. sm_100 and later."""
+    coefficients = EXP2_COEFFICIENTS[degree]
+    x = tuple(cute.arch.fmax(x, _LOWEST_EXPONENT, nan=True) for x in (x0, x1))
+    rounded = cute.arch.add_packed_f32x2(x, _pair(_ROUND_TO_INTEGER), rnd="rm", ftz=True)
+    fraction = cute.arch.sub_packed_f32x2(x, cute.arch.sub_packed_f32x2(rounded, _pair(_ROUND_TO_INTEGER)))
+    p = _pair(coefficients[degree])
+    for i in cutlass.range_constexpr(degree):
+        p = cute.arch.fma_packed_f32x2(p, fraction, _pair(coefficients[degree - 1 - i]))
+    return tuple(float_of(bits_of(p[i]) + (bits_of(rounded[i]) << 23)) for i in (0, 1))
+
+
+def _pair(x: float):
+    return Float32(x), Float32(x)

@@ -7,13 +7,13 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
-def _asm(result_type, operands, text, constraints, loc, ip):
+def _asm(result_type, operands, text, constraints, loc, ip, volatile=False):
     return llvm.inline_asm(
         result_type,
         operands,
         text,
         constraints,
-        has_side_effects=False,
+        has_side_effects=volatile,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc,
@@ -65,3 +65,33 @@ def convert_packed(source: cute.Tensor, target: cute.Tensor):
             packed[i] = _cvt_bf16x2(source[2 * i], source[2 * i + 1])
         else:
             packed[i] = _cvt_f16x2(source[2 * i], source[2 * i + 1])
+
+
+@dsl_user_op
+def unhoisted(x: Int32, changing: Int32, unknown: Int32, *, loc=None, ip=None) -> Int32:
+    """x, but what is computed from it is computed here and not before the loop in which ``changing`` changes.
+
+    For warps of few registers: dozens of invariant addresses, once hoisted, would be spilled. ``changing`` +
+    ``unknown`` is never negative, which the compilers must not be able to prove: let ``unknown`` be a kernel parameter.
+    """
+    operands = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, changing, unknown)]
+    text = "{ .reg .b32 t; add.s32 t, $2, $3; shr.u32 t, t, 31; add.s32 $0, $1, t; }"
+    return Int32(_asm(T.i32(), operands, text, "=r,r,r,r", loc, ip))
+
+
+def rebased(pointer: cute.Pointer, alignment: int, unknown: Int32) -> cute.Pointer:
+    """The same address in shared memory, computed here: ``pointer`` itself need not live on. See :func:`unhoisted`."""
+    address = unhoisted(pointer.toint(), 0, unknown)
+    return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.smem, assumed_align=alignment)
+
+
+@dsl_user_op
+def tcgen05_fence_before(*, loc=None, ip=None):
+    """Orders this thread's tcgen05 operations before the synchronisation that follows."""
+    _asm(None, [], "tcgen05.fence::before_thread_sync;", "", loc, ip, volatile=True)
+
+
+@dsl_user_op
+def tcgen05_fence_after(*, loc=None, ip=None):
+    """Orders the tcgen05 operations that follow after the synchronisation before it."""
+    _asm(None, [], "tcgen05.fence::after_thread_sync;", "", loc, ip, volatile=True)

@@ -1,0 +1,67 @@
+"""The Blackwell forward family, run from its own PTX by its own host code: right, free of races, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa4gen import emulator
+from fa4gen.accuracy import check, default_scale, expect, make_inputs
+from fa4gen.config import FlashFwdSm100Config as Config
+from fa4gen.problem import AttentionProblem
+
+ONE_TILE = {"q_stages": 1, "softmax_regs": 208, "correction_regs": 112}
+RELOAD = {"reload_scores": True, "softmax_regs": 208, "correction_regs": 64}
+CASES = {
+    "default_d128": ("b=1 h=2 s=700 d=128 causal lse", None),
+    "default_d64": ("b=2 h=3 s=300 d=64", None),
+    "default_d192_dv128": ("b=1 h=1 sq=300 sk=500 d=192 dv=128 causal lse", None),
+    "default_d256": ("b=1 h=2 s=400 d=256 lse", None),
+    "persistent": ("b=3 h=4 sq=200 sk=333 d=128 lse", Config(scheduler="persistent")),
+    "pack_gqa": ("b=2 h=8 hk=1 sq=100 sk=777 d=128 causal lse", Config(pack_gqa=True, tile_order="longest_first")),
+    "gqa": ("b=2 h=4 hk=2 sq=777 sk=300 d=64 causal lse", Config(scheduler="single")),
+    "two_slots": ("b=1 h=5 s=450 d=64 causal lse", Config(s_stages=2, tile_n=64)),
+    "two_slots_always_rescaled": (
+        "b=1 h=5 s=450 d=64 lse",
+        Config(s_stages=2, tile_n=64, rescale_threshold=None, p_store_split=1.0),
+    ),
+    "one_q_tile": ("b=2 h=3 s=333 d=128 causal", Config(**ONE_TILE, epilogue="tma_over_q", kv_stages=2)),
+    "grouped": ("b=1 h=2 s=600 d=128 lse", Config(mma_order="grouped", rescale_threshold=0.0)),
+    "from_registers": ("b=1 h=5 s=300 d=96 lse", Config(epilogue="registers", p_store_split=0.5)),
+    "over_q": ("b=2 h=4 s=300 d=128 dtype=fp16 lse", Config(epilogue="tma_over_q", kv_stages=2)),
+    "reload": ("b=1 h=2 s=600 d=64 causal lse", Config(**RELOAD, tile_n=192)),
+    "poly": (
+        "b=1 h=2 s=400 d=8 lse",
+        Config(tile_n=96, exp2_poly_fraction=0.25, exp2_poly_degree=5, exp2_poly_start=0.5),
+    ),
+    "odd_tile": ("b=1 h=2 s=401 d=40 dv=80 causal", Config(tile_n=80, kv_stages=5)),
+    "one_row": ("b=1 h=2 sq=1 sk=1 d=64 lse", Config()),
+    "one_query": ("b=1 h=2 sq=1 sk=900 d=128 causal lse", Config(scheduler="single")),
+}
+
+
+def built(build, case: str, arch: str = "sm_100a"):
+    text, config = CASES[case]
+    return build(text, config or Config.default(AttentionProblem.parse(text)), arch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_right_in_every_schedule(build, case):
+    artifact, problem = built(build, case, "sm_103a" if case in ("poly", "one_row") else "sm_100a")
+    verdict = emulator.verify(artifact, problem)
+    assert verdict.ok, verdict.message
+    assert verdict.accuracy is not None and verdict.accuracy.ok
+
+
+@pytest.mark.parametrize("case", ["default_d128", "two_slots"])
+@pytest.mark.parametrize("kind", ["peaked", "constant", "large_v", "strided", "expanded"])
+def test_other_inputs(build, case, kind):
+    artifact, problem = built(build, case)
+    inputs = make_inputs(problem, kind)
+    outputs = emulator.run(artifact, problem, inputs, num_sms=2).outputs
+    report = check(outputs["o"], outputs["lse"], expect(*inputs, problem, default_scale(problem)))
+    assert report.ok, report.message
+
+
+def test_several_tiles_a_cta(build):
+    artifact, problem = built(build, "persistent")
+    assert emulator.verify(artifact, problem, num_sms=1).ok
