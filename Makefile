@@ -10,7 +10,7 @@ DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
 DEMO_DIR  := build/demo
 DEMO      := b=32 h=32 s=1024 d=64 causal
 
-.PHONY: setup demo test test-peers lint clean
+.PHONY: setup demo test verify-all test-peers lint clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -33,6 +33,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto
+
+# An extra: all 50 sampled variants in the emulator; `make test` runs a dozen.
+verify-all: setup
+	$(BIN)/python -m pytest -n auto --sampled 50 tests/emulated/test_sampled.py tests/emulated/test_hardware.py
 
 # An extra: kernels that nobody here wrote, compiled and run in the emulator.
 test-peers: setup
