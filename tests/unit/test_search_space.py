@@ -187,7 +187,13 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_presets() -> None:
     presets = load_presets()
-    assert {name: len(problems) for name, problems in presets.items()} == {"demo": 3, "paper": 36, "small": 12}
+    assert {name: len(problems) for name, problems in presets.items()} == {
+        "demo": 3,
+        "long": 8,
+        "paper": 36,
+        "small": 12,
+    }
+    assert set(presets["long"]) <= set(presets["paper"])
     assert all(p.batch * p.seqlen_q == 32768 for p in presets["paper"])
     assert {(p.head_dim, p.head_dim_v, p.heads) for p in presets["paper"]} == {
         (64, 64, 32),
@@ -196,7 +202,7 @@ def test_presets() -> None:
     }
     assert all(p.gqa_ratio == 8 and 1 <= p.batch <= 8 and 128 <= p.seqlen_q <= 2048 for p in presets["small"])
     assert get_preset("demo")[0] == MHA
-    with pytest.raises(UsageError, match="unknown preset 'nope'; known: demo, paper, small"):
+    with pytest.raises(UsageError, match="unknown preset 'nope'; known: demo, long, paper, small"):
         get_preset("nope")
 
 
