@@ -24,6 +24,7 @@ from fa4gen.console import (
     bound_table,
     changes_text,
     config_text,
+    diff_text,
     emulation_facts,
     err,
     facts,
@@ -127,13 +128,18 @@ def _select(text: str, device: Device, table: Path | None, overrides: list[str] 
     """
     problem = AttentionProblem.parse(text)
     resolution = _tables(device, table).lookup(problem)
-    config = resolution.config
-    if overrides:
-        config = _override(config, overrides, get_family(problem.op, device.arch.name).name)
-        rejection = can_implement(problem, config, device.arch)
-        if rejection:
-            raise InfeasibleConfig(str(rejection))
-    return _Selection(problem, device, config, resolution)
+    chosen = _Selection(problem, device, resolution.config, resolution)
+    return _changed(chosen, overrides) if overrides else chosen
+
+
+def _changed(chosen: _Selection, overrides: list[str], option: str = "--set") -> _Selection:
+    """``chosen`` with ``overrides`` on top. Raises what :func:`_select` raises for them."""
+    problem, arch = chosen.problem, chosen.device.arch
+    config = _override(chosen.config, overrides, get_family(problem.op, arch.name).name, option)
+    rejection = can_implement(problem, config, arch)
+    if rejection:
+        raise InfeasibleConfig(str(rejection))
+    return replace(chosen, config=config)
 
 
 def _device(name: str | None) -> Device:
@@ -157,8 +163,8 @@ def _tables(device: Device, table: Path | None) -> TunedTables:
     return TunedTables(device.key, [(TunedTable.load(table), table)])
 
 
-def _override(config: Config, overrides: list[str], family: str) -> Config:
-    """``config`` with settings such as "tile_m=192", values in YAML's notation."""
+def _override(config: Config, overrides: list[str], family: str, option: str = "--set") -> Config:
+    """``config`` with settings such as "tile_m=192", values in YAML's notation. ``option`` is where they come from."""
     import pydantic
     import yaml
 
@@ -166,18 +172,18 @@ def _override(config: Config, overrides: list[str], family: str) -> Config:
     for setting in overrides:
         name, sign, value = setting.partition("=")
         if not sign:
-            raise UsageError(f"--set wants KNOB=VALUE, got {setting!r}")
+            raise UsageError(f"{option} wants KNOB=VALUE, got {setting!r}")
         try:
             values[name] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UsageError(f"--set {name}: {value!r} is no YAML value") from None
+            raise UsageError(f"{option} {name}: {value!r} is no YAML value") from None
     config_from_dict(family, values)
     types = get_type_hints(type(config))
     for name, value in values.items():
         try:
             values[name] = pydantic.TypeAdapter(types[name]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
-            raise UsageError(f"--set {name}={value}: {error.errors()[0]['msg']}") from None
+            raise UsageError(f"{option} {name}={value}: {error.errors()[0]['msg']}") from None
     return replace(config, **values)
 
 
@@ -188,18 +194,31 @@ def _override(config: Config, overrides: list[str], family: str) -> Config:
 def render(
     problem: ProblemText,
     overrides: Overrides = None,
+    other: Annotated[
+        str | None,
+        typer.Option("--diff", metavar="'KNOB=VALUE ...'", help="How the source changes with these knobs."),
+    ] = None,
     device: DeviceName = None,
     table: TableFile = None,
     output: Annotated[Path | None, typer.Option("--out", help="Write to a file.")] = None,
 ) -> None:
-    """Prints the source of the kernel that would run for PROBLEM."""
+    """Prints the source of the kernel that would run for PROBLEM, or how it changes with some knobs."""
+    from fa4gen.render import diff
     from fa4gen.render import render as render_source
 
-    source = render_source(_select(problem, _device(device), table, overrides).variant)
-    if output is None:
-        typer.echo(source, nl=False)
+    chosen = _select(problem, _device(device), table, overrides)
+    if other is None:
+        text = render_source(chosen.variant)
     else:
-        output.write_text(source, encoding="utf-8")
+        text = diff(chosen.variant, _changed(chosen, other.split(), "--diff").variant)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    elif other is None:
+        typer.echo(text, nl=False)
+    elif text:
+        out.print(diff_text(text), end="", soft_wrap=True)
+    else:
+        note("the same variant: no difference")
 
 
 @app.command("compile")

@@ -28,6 +28,7 @@ __all__ = [
     "bench_table",
     "bound_table",
     "config_text",
+    "diff_text",
     "efficiency",
     "emulation_facts",
     "err",
@@ -103,6 +104,15 @@ def changes_text(config: Config, base: Config, same: str = "the default") -> str
     """Only the knobs that differ from ``base``; ``same`` where none does."""
     changed = (f.name for f in fields(config) if getattr(config, f.name) != getattr(base, f.name))
     return " ".join(f"{name}={getattr(config, name)}" for name in changed) or same
+
+
+def diff_text(diff: str) -> Text:
+    """A unified diff, added and removed lines in colour."""
+    styles = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"}
+    text = Text()
+    for line in diff.splitlines(keepends=True):
+        text.append(line, next((style for start, style in styles.items() if line.startswith(start)), ""))
+    return text
 
 
 def bound_table(limits: Bound) -> Group:

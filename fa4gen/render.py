@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
@@ -25,7 +26,7 @@ from fa4gen.problem import DTYPE_BYTES, StaticProblem
 from fa4gen.resources import resource_dir
 from fa4gen.variant import Variant
 
-__all__ = ["render"]
+__all__ = ["diff", "render"]
 
 ELEMENT_TYPES = {"bf16": "BFloat16", "fp16": "Float16"}
 
@@ -60,6 +61,28 @@ def render(variant: Variant) -> str:
         kv_head="" if packed or static.gqa_ratio == 1 else " // GQA_RATIO",
         query_of_row=" // GQA_RATIO" if packed else "",
     )
+
+
+class _Line(str):
+    """A line whose indentation does not count: a loop around a body is no change of the body."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Line) and self.strip() == other.strip()
+
+    def __hash__(self) -> int:
+        return hash(self.strip())
+
+
+def diff(old: Variant, new: Variant) -> str:
+    """From one variant's source to another's as a unified diff, empty where they agree.
+
+    Indentation does not count, and names and digests stand at its head alone.
+    """
+    renamed = render(new).replace(new.name, old.name).replace(new.digest, old.digest)
+    before, after = ([_Line(line) for line in source.splitlines()] for source in (render(old), renamed))
+    return "".join(f"{line}\n" for line in difflib.unified_diff(before, after, old.name, new.name, lineterm=""))
 
 
 def _flash_fwd_sm90(static: StaticProblem, config: FlashFwdSm90Config, arch: Arch) -> dict[str, Any]:

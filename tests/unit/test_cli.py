@@ -149,6 +149,26 @@ def test_render_takes_the_row_and_the_overrides(table: Path, tmp_path: Path) -> 
     assert (tmp_path / "kernel.py").read_text() == plain.stdout
 
 
+def test_render_diff(table: Path, tmp_path: Path) -> None:
+    base = ("render", PROBLEM, "--device", "h200", "--table", table)
+    text = run(*base, "--diff", "rescale_threshold=8 producer_regs=40").stdout
+    assert "\n-RESCALE_THRESHOLD = None\n" in text and "\n+RESCALE_THRESHOLD = 8.0\n" in text
+    assert "\n+PRODUCER_REGS = 40\n" in text
+    assert "\x1b[" not in text, "plain in a pipe"
+    run(*base, "--diff", "rescale_threshold=8 producer_regs=40", "--out", tmp_path / "changes.diff")
+    assert (tmp_path / "changes.diff").read_text() == text
+    same = run(*base, "--diff", "tile_n=96")
+    assert same.stdout == "" and "no difference" in same.stderr
+    fails(2, "--diff wants KNOB=VALUE", *base, "--diff", "tile_n 64")
+    fails(2, "shared memory", *base, "--diff", "kv_stages=8")
+
+
+def test_a_diff_is_coloured_on_a_terminal() -> None:
+    text = console.diff_text("--- a\n+++ b\n@@ -1 +1 @@\n same\n-old\n+new\n")
+    styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
+    assert styles == {"--- a\n": "bold", "+++ b\n": "bold", "@@ -1 +1 @@\n": "cyan", "-old\n": "red", "+new\n": "green"}
+
+
 def test_table_verbs(table: Path, tmp_path: Path) -> None:
     assert "1 rows, 0 findings" in run("table", "lint", table).stdout
 

@@ -12,7 +12,7 @@ from fa4gen.arch import get_arch
 from fa4gen.config import FAMILIES, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.feasibility import can_implement, launch_registers, other_registers, smem_bytes, tmem_columns
 from fa4gen.problem import AttentionProblem
-from fa4gen.render import render
+from fa4gen.render import diff, render
 from fa4gen.search_space import SearchSpace
 from fa4gen.variant import Variant
 
@@ -48,6 +48,12 @@ WITH = {
     "softmax_regs": {"tile_n": 96},
 }
 
+# The others change what is done, not how often or with how much.
+NUMBERS = {
+    *("tile_n", "kv_stages", "exp2_poly_fraction", "exp2_poly_degree", "exp2_poly_start"),
+    *("rescale_threshold", "softmax_regs", "correction_regs"),
+}
+
 
 def source(problem: AttentionProblem = D64, **knobs: object) -> str:
     return render(Variant.of("sm_100a", problem, dataclasses.replace(BASE, **knobs)))
@@ -69,6 +75,16 @@ def test_each_knob_changes_the_code(knob):
     other = {**base, knob: OTHER_VALUES[knob]}
     assert can_implement(D64, dataclasses.replace(BASE, **other), SM100) is None
     assert code(source(**other)) != code(source(**base))
+
+
+@pytest.mark.parametrize("knob", OTHER_VALUES)
+def test_a_diff_shows_what_the_knob_means(knob):
+    base = dataclasses.replace(BASE, **WITH.get(knob, {}))
+    other = dataclasses.replace(base, **{knob: OTHER_VALUES[knob]})
+    lines = diff(*(Variant.of("sm_100a", D64, config) for config in (base, other))).splitlines()[2:]
+    changed = [line for line in lines if line[0] in "+-"]
+    assert changed[0].startswith(f"-  {knob}: ") and changed[1].startswith(f"+  {knob}: ")
+    assert len(changed) <= (8 if knob in NUMBERS else 90)
 
 
 @pytest.mark.parametrize("text", ["h=4 s=64 d=128", "h=4 s=64 d=128 causal lse", "h=8 hk=2 s=64 d=64 dtype=fp16"])

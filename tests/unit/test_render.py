@@ -12,7 +12,7 @@ from fa4gen.arch import get_arch
 from fa4gen.config import FlashFwdSm90Config
 from fa4gen.feasibility import can_implement
 from fa4gen.problem import AttentionProblem
-from fa4gen.render import render
+from fa4gen.render import diff, render
 from fa4gen.variant import Variant
 
 GQA = AttentionProblem.parse("b=2 h=16 hk=4 s=1024 d=64 lse")
@@ -32,6 +32,12 @@ OTHER_VALUES = {
     "tile_order": "longest_first" if BASE.tile_order == "linear" else "linear",
     "cluster_m": 2,
     "producer_regs": 40,
+}
+
+# The others change what is done, not how often or with how much.
+NUMBERS = {
+    *("tile_m", "tile_n", "kv_stages", "exp2_poly_fraction", "exp2_poly_degree"),
+    *("rescale_threshold", "producer_regs"),
 }
 
 
@@ -54,6 +60,40 @@ def test_the_table_of_other_values_covers_every_knob():
 def test_each_knob_changes_the_code(knob):
     assert can_implement(GQA, dataclasses.replace(BASE, **{knob: OTHER_VALUES[knob]}), get_arch("sm_90a")) is None
     assert code(source(**{knob: OTHER_VALUES[knob]})) != code(source())
+
+
+def changed_lines(knob: str) -> list[str]:
+    one, other = (
+        Variant.of("sm_90a", GQA, config) for config in (BASE, dataclasses.replace(BASE, **{knob: OTHER_VALUES[knob]}))
+    )
+    old_name, new_name, *lines = diff(one, other).splitlines()
+    assert (old_name, new_name) == (f"--- {one.name}", f"+++ {other.name}")
+    return [line for line in lines if line[0] in "+-"]
+
+
+@pytest.mark.parametrize("knob", OTHER_VALUES)
+def test_a_diff_shows_what_the_knob_means(knob):
+    changed = changed_lines(knob)
+    assert changed[0].startswith(f"-  {knob}: ") and changed[1].startswith(f"+  {knob}: ")
+    assert len(changed) <= (6 if knob in NUMBERS else 50)
+
+
+def test_a_diff_of_a_constant_is_that_constant():
+    assert changed_lines("rescale_threshold") == [
+        "-  rescale_threshold: 8.0",
+        "+  rescale_threshold: 4.0",
+        "-RESCALE_THRESHOLD = 8.0",
+        "+RESCALE_THRESHOLD = 4.0",
+    ]
+
+
+def test_a_diff_leaves_out_what_only_moved_into_a_loop():
+    text = "\n".join(changed_lines("persistent"))
+    assert "while tile < tiles:" in text and "softmax_step(" not in text
+
+
+def test_no_diff_without_a_difference():
+    assert diff(Variant.of("sm_90a", GQA, BASE), Variant.of("sm_90a", GQA, BASE)) == ""
 
 
 def test_same_variant_same_bytes():
