@@ -44,7 +44,7 @@ def inspect(cubin: Path) -> SassReport:
     Raises:
         Fa4genError: a tool is missing, or refuses the file.
     """
-    usage = _RESOURCES.findall(_run("cuobjdump", "-res-usage", cubin))
+    usage = _RESOURCES.findall(_run("cuobjdump", "-res-usage", str(cubin)))
     mix = count_opcodes(disassemble(cubin))
     if not usage or not mix:
         raise Fa4genError(f"{cubin} holds no kernel")
@@ -52,9 +52,9 @@ def inspect(cubin: Path) -> SassReport:
     return SassReport(registers, stack, smem, mix.get("LDL", 0), mix.get("STL", 0), mix)
 
 
-def disassemble(cubin: Path) -> str:
-    """The SASS text. Raises like :func:`inspect`."""
-    return _run("nvdisasm", "-c", cubin)
+def disassemble(cubin: Path, encodings: bool = False) -> str:
+    """The SASS text; with ``encodings``, each instruction's two words beside it. Raises like :func:`inspect`."""
+    return _run("nvdisasm", "-c", *(["-hex"] if encodings else []), str(cubin))
 
 
 def count_opcodes(sass: str) -> dict[str, int]:
@@ -65,11 +65,10 @@ def count_opcodes(sass: str) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _run(tool: str, flag: str, cubin: Path) -> str:
-    command = [_find(tool), flag, str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([_find(tool), *arguments], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        raise Fa4genError(f"{tool} cannot read {cubin}: {(done.stderr or done.stdout).strip()}")
+        raise Fa4genError(f"{tool} cannot read {arguments[-1]}: {(done.stderr or done.stdout).strip()}")
     return done.stdout
 
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("problem", "arch", "config", "variant"),
     ("feasibility", "bound", "search_space", "presets"),
     ("render", "artifact_cache", "compile", "sass"),
-    ("accuracy", "emulator", "measure"),
+    ("accuracy", "emulator", "measure", "timing"),
     ("tune",),
     ("tuned_table",),
     ("dispatch",),

@@ -1,0 +1,97 @@
+"""What the simulator takes for granted about a chip: unit rates, which pipe an opcode runs on, latencies."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from fa4gen.arch import Arch
+
+__all__ = ["H200", "Constants", "Pipe", "operation"]
+
+
+class Pipe:
+    """Pipe numbers. Each sub-partition has its own of every one."""
+
+    NONE, FMA, ALU, MUFU, LSU, UNIFORM, CONTROL = range(7)
+    COUNT = 7
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fitted on one chip; cycles unless named otherwise. They are effective values and trade off against each other.
+
+    ``mbarrier``: from a phase's completion to the waiting warp's next instruction. ``mbarrier_test``: a wait whose
+    phase is complete. ``named_barrier``: like ``mbarrier``, of bar.sync. ``mma_start``: from issue to the tensor core's
+    start on it; ``mma_drain``: from its end to the instruction behind the wait; ``mma_queue``: MMAs of a warpgroup in
+    flight. ``smem_factor``: on the time that MMA operands take to read from shared memory. ``contention`` and
+    ``mufu_contention``: how many times longer an instruction holds its pipe, or MUFU, while the tensor cores use the
+    register file. ``l2_bytes``: bytes a cycle and SM from L2; ``load_latency`` and ``store_latency``: of a bulk copy;
+    ``fresh_latency``: what a load takes longer whose data no other CTA has read. ``mufu_latency`` and
+    ``shuffle_latency``: to the dependent instruction. ``cta_launch``: from a CTA's exit to the next one's start.
+
+    ``launch_us``: per kernel. ``clock_base`` and ``clock_slope``: GHz; the chip runs at base - slope · (tensor core
+    utilisation), at most its maximum.
+    """
+
+    mbarrier: float = 168.0
+    mbarrier_test: float = 20.0
+    named_barrier: float = 11.5
+    mma_start: float = 90.0
+    mma_drain: float = 10.0
+    mma_queue: float = 4.0
+    smem_factor: float = 1.5
+    contention: float = 3.5
+    mufu_contention: float = 1.79
+    l2_bytes: float = 43.0
+    load_latency: float = 840.0
+    fresh_latency: float = 1290.0
+    store_latency: float = 560.0
+    mufu_latency: float = 20.0
+    shuffle_latency: float = 24.0
+    cta_launch: float = 204.0
+    launch_us: float = 2.0
+    clock_base: float = 2.22
+    clock_slope: float = 0.525
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits: equal constants, equal digests."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+H200 = Constants()
+
+_FMA = frozenset({"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "FFMA2", "FADD2", "FMUL2"})
+_IMAD = frozenset({"IMAD", "IDP"})
+_LSU = frozenset({"LDS", "STS", "STSM", "LDSM", "LDG", "STG", "LD", "ST", "LDL", "STL", "ATOMS", "RED", "ATOMG"})
+_CONTROL = frozenset({"BRA", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "NOP", "BAR", "YIELD", "NANOSLEEP", "BREAK"})
+# Result latencies of instructions with a scoreboard that are not fitted; dependent-issue figures of public
+# microbenchmarks on Hopper (arXiv 2402.13499), rounded.
+_LATENCY = {"LDS": 30, "LDSM": 33, "LDG": 550, "LDC": 40, "LDCU": 40, "ULDC": 20, "S2R": 30, "S2UR": 30, "CS2R": 15,
+            "R2UR": 15, "VOTEU": 15, "ELECT": 15, "STS": 15, "STSM": 20, "UTMALDG": 20, "UTMASTG": 20, "F2I": 20,
+            "I2F": 20, "SYNCS": 25, "UTMACCTL": 20}  # fmt: skip
+
+
+def operation(arch: Arch, constants: Constants, opcode: str) -> tuple[int, int, float]:
+    """(pipe, cycles a warp instruction holds it, latency of its scoreboard)."""
+    base = opcode.partition(".")[0]
+    lanes = 4  # sub-partitions
+    if base == "MUFU":
+        return Pipe.MUFU, 32 * lanes // arch.mufu_ops, constants.mufu_latency
+    if base in _FMA:
+        return Pipe.FMA, 1 if not base.endswith("2") or base[0] == "H" else 2, 6.0
+    if base in _IMAD:
+        return Pipe.FMA, 2, 6.0
+    if base == "SHFL":
+        return Pipe.LSU, 2, constants.shuffle_latency
+    if base in _LSU:
+        return Pipe.LSU, 4, float(_LATENCY.get(base, 30))
+    if base in _CONTROL or base.startswith(("WARPGROUP", "HGMMA", "DEPBAR", "FENCE", "MEMBAR", "ERRBAR", "CCTL")):
+        return Pipe.CONTROL, 1, 20.0
+    if base[0] == "U" or base in ("R2UR", "VOTEU", "ELECT", "S2UR", "SYNCS"):
+        return Pipe.UNIFORM, 2, float(_LATENCY.get(base, 12))
+    return Pipe.ALU, 2, float(_LATENCY.get(base, 15))

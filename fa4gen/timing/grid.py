@@ -1,0 +1,46 @@
+"""From the cycles of a tile to those of a launch: which SM runs which tiles, in the kernel's own order."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from fa4gen.bound import steps_per_tile
+from fa4gen.config import Config
+from fa4gen.problem import DTYPE_BYTES, AttentionProblem
+
+__all__ = ["makespan", "tile_steps"]
+
+# blocks/scheduler.py: K and V of the heads that longest-first walks together.
+_L2_SECTION_BYTES = 16 << 20
+
+
+def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
+    """K/V steps of every tile in the order of its index: at least one a tile.
+
+    "linear": M blocks innermost. "longest_first": sections of heads, in each the M blocks from the last to the first.
+    """
+    blocks = [max(steps, 1) for steps in steps_per_tile(problem, config)]
+    cluster = getattr(config, "cluster_m", 1)
+    blocks += [blocks[-1]] * (-len(blocks) % cluster)
+    rows = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
+    if config.tile_order == "linear":
+        return blocks * rows
+    head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    section = max(_L2_SECTION_BYTES // head_bytes, 1) * (1 if config.pack_gqa else problem.gqa_ratio)
+    steps: list[int] = []
+    for first in range(0, rows, section):
+        heads = min(section, rows - first)
+        steps += [block for block in reversed(blocks) for _ in range(heads)]
+    return steps
+
+
+def makespan(costs: Sequence[float], units: int, static: bool) -> float:
+    """When the last of ``units`` is done with ``costs``: dealt out in turn if ``static``, else to whoever is free."""
+    if static:
+        return max(math.fsum(costs[unit::units]) for unit in range(min(units, len(costs))))
+    free = [0.0] * units
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)

@@ -1,0 +1,185 @@
+"""What the warps of one CTA synchronise on, in order: the emulator runs the variant and a watching machine takes notes.
+
+Only control flow is asked for, so MMA results are left out and read as NaN: no row maximum grows, and conditional
+rescales are skipped, as they are on ordinary inputs after the first steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa4gen.emulator import Tensor, execute
+from fa4gen.emulator.executor import load
+from fa4gen.emulator.fiber import Fiber, at
+from fa4gen.emulator.program import Block
+from fa4gen.emulator.scheduler import Machine
+from fa4gen.emulator.state import SLOT_BITS
+from fa4gen.problem import AttentionProblem
+
+__all__ = ["Token", "Trace", "trace"]
+
+_OFFSET = (1 << SLOT_BITS) - 1
+
+
+class Token(NamedTuple):
+    """One synchronising or asynchronous instruction that a warp executed.
+
+    ``site``: its place in the PTX, (block, position among the block's tokens). ``values`` by ``kind``:
+    "wait" (mbarrier, parity); "arrive" (mbarrier, arrivals, bytes expected); "load" (mbarrier, bytes read, bytes
+    delivered to this CTA, whether no other CTA reads them); "store" (bytes); "commit" (); "bar_sync" and "bar_arrive"
+    (number, threads); "cluster_arrive" and "cluster_wait" (); "mma" (columns, depth, A in registers); "mma_wait"
+    (groups left).
+
+    An mbarrier is its offset in the CTA's shared memory, its owner's or a peer's: CTAs of a cluster do the same, so
+    what this one does to a peer's barrier is done to its own by the peer.
+    """
+
+    kind: str
+    site: tuple[int, int]
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Tokens of the CTA with grid coordinates 0: one list a warp; ``mbarriers``: offset → arrivals a phase."""
+
+    warps: tuple[tuple[Token, ...], ...]
+    mbarriers: dict[int, int]
+
+
+class _Watcher(Machine):
+    """A machine that notes the tokens of its first CTA and computes no MMA."""
+
+    notes: Trace | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.log: list[list[Token]] = [[] for _ in range(self.warps_per_cta)]
+        self.counts_of: dict[int, int] = {}
+        self.position = 0
+
+    def run(self) -> None:
+        super().run()
+        if (0, 0, 0) in self.ctas:
+            type(self).notes = Trace(tuple(map(tuple, self.log)), self.counts_of)
+
+    def _note(self, f: Fiber, kind: str, row: int, *values: int) -> None:
+        warp = int(f.warps[row])
+        if warp < self.warps_per_cta:
+            self.log[warp].append(Token(kind, (f.block, self.position), values))
+
+    def _note_all(self, f: Fiber, kind: str, *values: int) -> None:
+        self.position += 1
+        for row in range(len(f.warps)):
+            self._note(f, kind, row, *values)
+
+    def _active_rows(self, f: Fiber, mask: Any) -> list[tuple[int, int]]:
+        """(row, first active lane) of every warp with one."""
+        active = f.active if mask is None else mask
+        return [(row, int(lanes.argmax())) for row, lanes in enumerate(active) if lanes.any()]
+
+    def _execute(self, f: Fiber, block: Block) -> Any:
+        self.position = 0
+        return super()._execute(f, block)
+
+    # Barriers ----------------------------------------------------------------------------------------------------
+    def _guarded(self, f: Fiber, block: Block, step: str) -> None:
+        super()._guarded(f, block, step)
+        if step == "leave" and block.end == "mbarrier.wait":
+            assert f.tokens is not None
+            self.position = 1000  # a wait ends its block
+            for row, entries in enumerate(f.tokens):
+                barrier, phase, _, _ = entries[0]
+                self._note(f, "wait", row, barrier.flat & _OFFSET, phase & 1)
+        elif step == "arrive" and block.end == "barrier.cluster.wait":
+            self._note_all(f, "cluster_wait")
+
+    def mbarrier_init(self, f: Fiber, address: Any, count: Any, mask: Any) -> None:
+        super().mbarrier_init(f, address, count, mask)
+        self.counts_of = {flat & _OFFSET: b.count for flat, b in self.mbarriers.items() if flat >> SLOT_BITS == 0}
+
+    def mbarrier_arrive(self, f: Fiber, address: Any, count: Any, tx: Any, relaxed: bool, mask: Any) -> Any:
+        self.position += 1
+        flats = dict(zip(map(tuple, self.lanes(f, mask).tolist()), self.shared_flat(f, address, 8, mask), strict=True))
+        lanes = (f.active if mask is None else mask).sum(axis=1)
+        for row, lane in self._active_rows(f, mask):
+            arrivals = 0 if count is None else int(at(count, row, lane)) * int(lanes[row])
+            expected = 0 if tx is None else int(at(tx, row, lane))
+            self._note(f, "arrive", row, int(flats[row, lane]) & _OFFSET, arrivals, expected)
+        return super().mbarrier_arrive(f, address, count, tx, relaxed, mask)
+
+    def barrier_arrive(self, f: Fiber, number: Any, threads: Any, mask: Any) -> Any:
+        self.position += 1
+        kind = "bar_arrive" if f.parked is None else "bar_sync"
+        for row, lane in self._active_rows(f, mask):
+            count = 32 * self.warps_per_cta if threads is None else int(at(threads, row, lane))
+            self._note(f, kind, row, int(at(number, row, lane)), count)
+        return super().barrier_arrive(f, number, threads, mask)
+
+    def cluster_arrive(self, f: Fiber, relaxed: bool, mask: Any) -> None:
+        self._note_all(f, "cluster_arrive")
+        super().cluster_arrive(f, relaxed, mask)
+
+    # Copies ------------------------------------------------------------------------------------------------------
+    def tensor_load(
+        self, f: Fiber, target: Any, descriptor: Any, coords: tuple, barrier: Any, ctas: Any, pair: bool, mask: Any
+    ) -> None:
+        self.position += 1
+        for row, lane in self._active_rows(f, mask):
+            tensor = self.tensor_map(int(at(descriptor, row, lane)))
+            copies = 1 if ctas is None else int(at(ctas, row, lane)).bit_count()
+            fresh = self.memory.find(tensor.address, 1).name == "q"
+            signal = int(at(barrier, row, lane)) & 0xFFFFFF
+            self._note(f, "load", row, signal, tensor.box_bytes, tensor.box_bytes * copies, int(fresh))
+        super().tensor_load(f, target, descriptor, coords, barrier, ctas, pair, mask)
+
+    def tensor_store(
+        self, f: Fiber, descriptor: Any, coords: tuple, source: Any, reduce: str | None, mask: Any
+    ) -> None:
+        self.position += 1
+        for row, lane in self._active_rows(f, mask):
+            self._note(f, "store", row, self.tensor_map(int(at(descriptor, row, lane))).box_bytes)
+        super().tensor_store(f, descriptor, coords, source, reduce, mask)
+
+    def bulk_commit(self, f: Fiber, mask: Any) -> None:
+        self.position += 1
+        for row, _ in self._active_rows(f, mask):
+            self._note(f, "commit", row)
+        super().bulk_commit(f, mask)
+
+    # Tensor cores ------------------------------------------------------------------------------------------------
+    def wgmma_issue(self, f: Fiber, form: tuple, a: Any, b: Any, scale: Any) -> None:
+        columns, element, in_registers = form[0], form[1], bool(form[-1])
+        self._note_all(f, "mma", columns, 16 if element.endswith("16") else 32, int(in_registers))
+        super().wgmma_issue(f, form, a, b, scale)
+
+    def wgmma_wait(self, f: Fiber, count: int) -> None:
+        self._note_all(f, "mma_wait", count)
+        super().wgmma_wait(f, count)
+
+    def _compute(self, f: Fiber, group: Any) -> None:
+        """No arithmetic."""
+
+
+def trace(artifact: Any, problem: AttentionProblem, num_sms: int) -> Trace:
+    """Runs ``problem`` in the emulator. ``artifact``: a compiled variant; ``num_sms`` sizes a persistent grid.
+
+    Raises:
+        EmulatorError: the kernel does something wrong, or something the emulator does not implement.
+    """
+    from fa4gen.accuracy import default_scale, make_inputs, poisoned_outputs
+
+    watcher: type[_Watcher] = type("Watcher", (_Watcher,), {})
+    o, lse = poisoned_outputs(problem)
+    inputs = zip("qkv", make_inputs(problem), strict=True)
+    arguments: list[Any] = [Tensor(x, name=name) for name, x in inputs]
+    arguments += [Tensor(o, True, "o"), *([] if lse is None else [Tensor(lse, True, "lse")])]
+    arguments += [default_scale(problem), num_sms]
+    compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
+    with np.errstate(all="ignore"):
+        execute(compiled, arguments, machine_type=watcher)
+    assert watcher.notes is not None
+    return watcher.notes
