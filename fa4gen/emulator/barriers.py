@@ -62,7 +62,7 @@ class BarrierOps(MemoryOps):
             if self.races:
                 self.races.barrier_use(int(f.warps[row]), barrier)
                 if count is not None and not relaxed:
-                    self.races.release(int(f.warps[row]), barrier)
+                    self.races.release(int(f.warps[row]), barrier, lanes=None if mask is None else mask[row])
             if tx is not None:
                 barrier.tx += int(at(tx, row, lane))
             if count is not None:

@@ -113,6 +113,9 @@ class Races:
         # Of a warp's own writes, those that all its lanes know to be visible to the asynchronous proxy.
         self.converged = np.zeros(self.warps, np.int32)
         self.observed = np.zeros_like(self.clocks)
+        # Lanes that accessed memory since their warp last met, and its time then: a lane releases what it did itself.
+        self.unmet = np.zeros((self.warps, 32), bool)
+        self.met = np.zeros(self.warps, np.int32)
         self.shared = [Shadow(CELLS) for _ in machine.ctas]
         self.tmem = [Shadow(TMEM_CELLS) for _ in range(len(machine.tmem))]
         self.loads_before_store = np.zeros(self.warps, np.int64)
@@ -153,9 +156,17 @@ class Races:
         return f"{kinds[kind]}{who}"
 
     # Synchronisation ---------------------------------------------------------------------------------------------
-    def release(self, warp: int, barrier: MBarrier | CountedBarrier, relaxed: bool = False) -> None:
-        """What the warp knows goes to whoever acquires the barrier; relaxed, only what a fence has published."""
+    def release(
+        self, warp: int, barrier: MBarrier | CountedBarrier, relaxed: bool = False, lanes: np.ndarray | None = None
+    ) -> None:
+        """What the warp knows goes to whoever acquires the barrier; relaxed, only what a fence has published.
+
+        ``lanes``: those that arrive, a mask; None for all. They do not know what the others did since the warp met.
+        """
         known = self.fenced[warp] if relaxed else self.clocks[warp]
+        if lanes is not None and (self.unmet[warp] & ~lanes).any():
+            known = known.copy()
+            known[:, 1 + warp] = np.minimum(known[:, 1 + warp], self.met[warp])
         barrier.arriving = known.copy() if barrier.arriving is None else np.maximum(barrier.arriving, known)
         self.clocks[warp, ORDER, 1 + warp] += 1
 
@@ -166,8 +177,13 @@ class Races:
             self.warp_sync(warp)
 
     def warp_sync(self, warps: np.ndarray | int) -> None:
-        """Lanes of a warp have met: what one lane fenced, the others may hand to the asynchronous proxy."""
+        """Lanes of a warp have met: what one did, the others may release, and hand what it fenced to the asynchronous
+        proxy.
+        """
         self.converged[warps] = self.clocks[warps, PROXY, 1 + warps]
+        self.met[warps] = self.clocks[warps, ORDER, 1 + warps]
+        self.clocks[warps, ORDER, 1 + warps] += 1
+        self.unmet[warps] = False
 
     def _issuing(self, warp: int) -> np.ndarray:
         """What the thread that issues an asynchronous operation knows."""
@@ -185,7 +201,7 @@ class Races:
         """``alone``: of each warp only one lane is active, which then needs no other to issue what it fenced."""
         self.clocks[warps, PROXY] = np.maximum(self.clocks[warps, PROXY], self.clocks[warps, ORDER])
         self.clocks[warps, ORDER, 1 + warps] += 1
-        self.warp_sync(warps[alone])
+        self.converged[warps[alone]] = self.clocks[warps[alone], PROXY, 1 + warps[alone]]
 
     def fence_init(self, warps: np.ndarray) -> None:
         self.clocks[warps, INIT] = np.maximum(self.clocks[warps, INIT], self.clocks[warps, ORDER])
@@ -410,6 +426,7 @@ class Races:
 
     def shared_lanes(self, f: Fiber, flat: np.ndarray, size: int, mask: Any, write: bool) -> None:
         """Generic accesses of active lanes, ``flat`` in lane order."""
+        self.unmet[f.warps] |= True if mask is None else mask
         rows = np.repeat(np.arange(len(f.warps)), 32) if mask is None else np.nonzero(mask)[0]
         cells = (flat >> 2)[:, None] + np.arange(max(size // 4, 1))
         for row, warp in enumerate(f.warps.tolist()):
@@ -469,6 +486,7 @@ class Races:
             for row, offset in dict.fromkeys(zip(rows.tolist(), offsets.tolist(), strict=True)):
                 self.global_atomic(int(f.warps[row]), region, offset, order)
         elif region.written is not None:
+            self.unmet[f.warps] |= True if mask is None else mask
             cells = (offsets >> 2)[:, None] + np.arange(max(size // 4, 1))
             for row in np.unique(rows).tolist():
                 self._generic(int(f.warps[row]), self._global(region), cells[rows == row].ravel(), write)
