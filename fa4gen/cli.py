@@ -33,6 +33,7 @@ from fa4gen.console import (
     note,
     out,
     row_facts,
+    timed,
     us,
     winners_table,
 )
@@ -385,7 +386,8 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
     out.print(f"\nThe throughput bound of this problem with this config is {us(limits.microseconds)}:")
     out.print(bound_table(limits))
     if not resolution.covered:
-        note(f'not tuned: fa4gen tune --problem "{chosen.problem}"')
+        known = "predicted, not measured" if resolution.source == "predicted" else "not tuned"
+        note(f'{known}: fa4gen tune --problem "{chosen.problem}"')
 
 
 @app.command()
@@ -648,10 +650,10 @@ def diff(old: Path, new: Path) -> None:
     from fa4gen.tuned_table import TunedTable
 
     changes = TunedTable.load(old).diff(TunedTable.load(new))
-    rows = [("+", row.problem, us(row.median_us), "") for row in changes.added]
-    rows += [("-", row.problem, us(row.median_us), "") for row in changes.removed]
+    rows = [("+", row.problem, timed(row.median_us, row.source), "") for row in changes.added]
+    rows += [("-", row.problem, timed(row.median_us, row.source), "") for row in changes.removed]
     for before, after in changes.changed:
-        times = f"{us(before.median_us)} -> {us(after.median_us)}"
+        times = f"{timed(before.median_us, before.source)} -> {timed(after.median_us, after.source)}"
         rows.append(("~", after.problem, times, changes_text(after.config, before.config, "same config")))
     out.print(grid("", "problem", "median>", "changed knobs", rows=rows) if rows else "no difference")
 

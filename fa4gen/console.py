@@ -21,6 +21,7 @@ from fa4gen.problem import AttentionProblem
 if TYPE_CHECKING:
     from fa4gen.bench import BenchResult
     from fa4gen.emulator import Verification
+    from fa4gen.measure.base import Source
     from fa4gen.tune.result import TuneResult
     from fa4gen.tuned_table import Row
 
@@ -38,6 +39,7 @@ __all__ = [
     "note",
     "out",
     "row_facts",
+    "timed",
     "us",
 ]
 
@@ -58,6 +60,11 @@ def note(message: str) -> None:
 def us(value: float) -> str:
     """Microseconds with four significant digits."""
     return f"{value:.4g} us" if value < 10_000 else f"{value:,.0f} us"
+
+
+def timed(value: float, source: Source) -> str:
+    """Microseconds, marked where they are predicted."""
+    return us(value) if source.value == "measured" else f"{us(value)} predicted"
 
 
 def interval(low: float, high: float) -> str:
@@ -144,16 +151,21 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
     """How a row is known, what it beat, and what bounds it."""
     provenance, (low, high) = row.provenance, row.interval_us
     default = type(row.config).default(row.problem)
-    how = f"{provenance.samples} samples by {provenance.measurer} on {provenance.device}"
+    if row.source.value == "measured":
+        median = f"{us(row.median_us)} {interval(low, high)}"
+        how = f"{provenance.samples} samples by {provenance.measurer} on {provenance.device}"
+    else:
+        median = us(row.median_us)
+        how = f"not measured: by {provenance.measurer} for {provenance.device}"
     if provenance.clock_mhz:
         how += f" at {provenance.clock_mhz:.0f} MHz"
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items() if "-libs" not in name)
     found: list[tuple[str, Any]] = [
-        (row.source.value, f"{us(row.median_us)} {interval(low, high)}, {tflops(row.problem, row.median_us)}"),
+        (row.source.value, f"{median}, {tflops(row.problem, row.median_us)}"),
         ("", f"{how}, {provenance.date:%Y-%m-%d}, fa4gen {provenance.fa4gen}, {versions}"),
     ]
     if row.default_us:
-        found.append(("default", f"{us(row.default_us)} ({percent(row.default_us / row.median_us)})"))
+        found.append(("default", f"{timed(row.default_us, row.source)} ({percent(row.default_us / row.median_us)})"))
     if row.runner_up:
         changes = changes_text(row.runner_up.config, default)
         found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
@@ -175,7 +187,7 @@ def winners_table(results: Sequence[TuneResult]) -> Group:
             (
                 str(result.problem),
                 us(result.median_us),
-                interval(*result.interval_us),
+                interval(*result.interval_us) if result.source.value == "measured" else "-",
                 tflops(result.problem, result.median_us),
                 us(result.default_us) if result.default_us else "-",
                 gain,
@@ -187,8 +199,9 @@ def winners_table(results: Sequence[TuneResult]) -> Group:
         )
     columns = ("problem", "median>", "95 % interval", "rate>", "default>", "gain>", "runner-up>", "of its bound>")
     table = grid(*columns, "source", "knobs off the default", rows=rows)
-    title = {f"{r.provenance['measurer']} on {r.device.name} ({r.device.key})" for r in results}
-    return Group(Text("winners by " + ", ".join(sorted(title)), style="bold"), table)
+    by, on = ("by", "on") if results[0].source.value == "measured" else ("predicted by", "for")
+    title = {f"{r.provenance['measurer']} {on} {r.device.name} ({r.device.key})" for r in results}
+    return Group(Text(f"winners {by} " + ", ".join(sorted(title)), style="bold"), table)
 
 
 def bench_table(result: BenchResult) -> Group:

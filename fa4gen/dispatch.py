@@ -16,6 +16,7 @@ from typing import Any
 from fa4gen import knobs
 from fa4gen.arch import Device
 from fa4gen.errors import Fa4genError, UsageError
+from fa4gen.measure.base import Source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Bucket, Resolution, TunedTables, bucket
 from fa4gen.variant import Variant
@@ -29,6 +30,7 @@ log = logging.getLogger("fa4gen")
 # Held while a kernel is compiled or loaded: CuTe DSL cannot trace in two threads. Warm calls never take it.
 _lock = threading.RLock()
 _dispatchers: dict[int, Dispatcher] = {}
+_predicted: dict[str, Resolution] = {}  # device key -> the first predicted row in use
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -76,8 +78,19 @@ class Dispatcher:
         self._kernels: dict[Variant, Kernel] = {}
 
     def resolve(self, problem: AttentionProblem) -> Resolution:
-        """What runs for ``problem`` and why: see :meth:`fa4gen.tuned_table.TunedTables.lookup`."""
-        return self._tables.lookup(problem)
+        """What runs for ``problem`` and why: see :meth:`fa4gen.tuned_table.TunedTables.lookup`.
+
+        A process is warned once of each kind of device whose configs are predicted.
+        """
+        found = self._tables.lookup(problem)
+        if found.source == Source.PREDICTED.value and _predicted.setdefault(self.device.key, found) is found:
+            log.warning(
+                "on %s configs are predicted, not measured, such as that of %s (%s): fa4gen tune measures",
+                self.device.name,
+                problem,
+                found.path or "a table in memory",
+            )
+        return found
 
     def variant(self, problem: AttentionProblem) -> Variant:
         """The variant that runs ``problem``."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fa4gen import knobs
 from fa4gen.errors import NoDeviceError, TableError
+from fa4gen.measure.base import Source
 from fa4gen.resources import resource_dir
 
 __all__ = ["Check", "examine"]
@@ -84,6 +85,8 @@ def _tables(name: str, folder: Path) -> Iterator[Check]:
         yield Check(name, None, f"none in {folder}")
     for path in paths:
         try:
-            yield Check(name, True, f"{path}, {len(TunedTable.load(path).rows)} rows")
+            rows = TunedTable.load(path).rows
+            predicted = sum(row.source is Source.PREDICTED for row in rows)
+            yield Check(name, True, f"{path}, {len(rows)} rows" + (f", {predicted} predicted" if predicted else ""))
         except TableError as error:
             yield Check(name, False, str(error))

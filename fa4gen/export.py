@@ -251,7 +251,12 @@ def export_aot(table: TunedTable, directory: Path, rows: Iterable[Row] | None = 
             for v in variants
         ],
         "rows": [
-            {"problem": str(row.problem), "symbol": table.variant(row).name, "median_us": row.median_us}
+            {
+                "problem": str(row.problem),
+                "symbol": table.variant(row).name,
+                "median_us": row.median_us,
+                "source": row.source.value,
+            }
             for row in chosen
         ],
     }

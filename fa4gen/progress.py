@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fa4gen.console import err, us
+from fa4gen.console import err, timed
 from fa4gen.errors import MeasureError
-from fa4gen.measure.base import Failure
+from fa4gen.measure.base import Failure, Measurement, Source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tune.ledger import TrialRecord
 from fa4gen.tune.racing import Standing
@@ -33,6 +33,7 @@ class SearchProgress(Observer):
         )
         self.failed: dict[AttentionProblem, str] = {}
         self._failures: Counter[str] = Counter()
+        self._source = Source.MEASURED
         self._progress = Progress(*columns, console=err)
         self._tasks: dict[AttentionProblem, TaskID] = {
             problem: self._progress.add_task(str(problem), total=trials, start=False, news="") for problem in problems
@@ -55,18 +56,20 @@ class SearchProgress(Observer):
         self, problem: AttentionProblem, done: int, total: int, trial: TrialRecord, best_us: float | None
     ) -> None:
         self._failures.update(_failures([trial]))
-        words = [f"best {us(best_us)}"] if best_us is not None else []
+        if isinstance(trial.outcome.result, Measurement):
+            self._source = trial.outcome.result.source
+        words = [f"best {timed(best_us, self._source)}"] if best_us is not None else []
         news = ", ".join([*words, *_counts(self._failures)])
         self._progress.update(self._tasks[problem], completed=done, total=total, news=news)
 
     def on_round(self, problem: AttentionProblem, done: int, total: int, running: Sequence[Standing]) -> None:
         leader = min(standing.median_us for standing in running)
-        news = f"race, round {done}: {len(running)} left, best {us(leader)}"
+        news = f"race, round {done}: {len(running)} left, best {timed(leader, self._source)}"
         self._progress.update(self._tasks[problem], news=news)
 
     def on_finish(self, problem: AttentionProblem, result: TuneResult, trials: Sequence[TrialRecord]) -> None:
         done = len(trials)
-        news = ", ".join([f"[green]{us(result.median_us)}[/]", *_counts(_failures(trials))])
+        news = ", ".join([f"[green]{timed(result.median_us, result.source)}[/]", *_counts(_failures(trials))])
         self._progress.update(self._tasks[problem], completed=done, total=done, news=news)
         self._progress.stop_task(self._tasks[problem])
 

@@ -464,8 +464,8 @@ class Resolution:
 
     @property
     def covered(self) -> bool:
-        """Whether tuning was done near enough (:data:`COVERED_OCTAVES`); else the problem counts as a miss."""
-        return self.distance <= COVERED_OCTAVES
+        """Whether a row was measured near enough (:data:`COVERED_OCTAVES`); else the problem counts as a miss."""
+        return self.source == Source.MEASURED.value and self.distance <= COVERED_OCTAVES
 
 
 @dataclass(frozen=True)
@@ -526,8 +526,9 @@ class TunedTables:
     def lookup(self, problem: AttentionProblem) -> Resolution:
         """The config for ``problem``: the nearest feasible row of its category, else the family's default.
 
-        Rows of this very device come before those of another one with the same arch. Nearest is Euclidean in
-        :func:`coordinates`; ties prefer equal ``return_lse``, then measured, then the smaller :attr:`Row.key`.
+        Rows of this very device come before those of another one with the same arch, then measured rows within
+        :data:`COVERED_OCTAVES` before predicted ones. Nearest is Euclidean in :func:`coordinates`; ties prefer equal
+        ``return_lse``, then measured, then the smaller :attr:`Row.key`.
 
         Raises:
             UnsupportedProblem: not even the default can run it; the message is the rejection's.
@@ -540,7 +541,8 @@ class TunedTables:
                 continue
             owner = f"{candidate.table.device} (same arch)" if foreign else candidate.table.device
             where = "this very problem" if candidate.row.problem == problem else f"{distance:.2f} octaves away"
-            reason = f'row "{candidate.row.problem}" of {owner}, {where}'
+            kind = "row" if candidate.row.source is Source.MEASURED else "predicted row"
+            reason = f'{kind} "{candidate.row.problem}" of {owner}, {where}'
             if passed_over:
                 reason += f"; {passed_over} nearer cannot run it"
             return Resolution(
@@ -558,6 +560,7 @@ class TunedTables:
             found,
             key=lambda item: (
                 item[0],
+                item[2].row.source is not Source.MEASURED or item[1] > COVERED_OCTAVES,
                 item[1],
                 item[2].row.problem.return_lse != problem.return_lse,
                 item[2].row.source is not Source.MEASURED,

@@ -17,7 +17,7 @@ from fa4gen.config import Config
 from fa4gen.measure.base import Failure, Measurement, Source
 from fa4gen.tune.effort import Effort
 
-__all__ = ["RaceResult", "Standing", "race", "ratio_interval"]
+__all__ = ["RaceResult", "Standing", "distance", "race", "ratio_interval"]
 
 CONFIDENCE = 0.99  # of each comparison; there are several a race, looked at after every round
 PREDICTED_MARGIN = 0.05  # predictions order configs no better than this
@@ -112,7 +112,7 @@ def race(
             running = [s for s in running if s is leader or not _beaten(s, leader)]
             if len(running) == 1:
                 break
-    winner = min(running, key=lambda s: (_distance(s.config, default), _mean_log(s)))
+    winner = min(running, key=lambda s: (distance(s.config, default), _mean_log(s)))
     others = sorted((s for s in standings if s is not winner), key=lambda s: _mean_log_ratio(s, winner))
     return RaceResult((winner, *others), tuple(s.config for s in running), rounds)
 
@@ -159,5 +159,6 @@ def _mean_log(standing: Standing) -> float:
     return float(np.mean(np.log(standing.rounds)))
 
 
-def _distance(config: Config, default: Config) -> int:
+def distance(config: Config, default: Config) -> int:
+    """How many knobs are off the default."""
     return sum(value != vars(default)[name] for name, value in vars(config).items())

@@ -28,7 +28,7 @@ from fa4gen.tune.effort import QUICK, Effort
 from fa4gen.tune.ledger import Ledger, TrialRecord, open_storage
 from fa4gen.tune.objective import Bench
 from fa4gen.tune.proposer import Proposer
-from fa4gen.tune.racing import Standing, race
+from fa4gen.tune.racing import Standing, distance, race
 from fa4gen.tune.result import TuneResult
 from fa4gen.tuned_table import category, coordinates
 
@@ -332,7 +332,8 @@ class _Search:
         times = {c: us for c, us in self._ledger.times().items() if us is not None and self._allowed(c)}
         if not times:
             raise MeasureError(self._no_winner())
-        finalists = sorted(times, key=times.__getitem__)[: self._effort.finalists]
+        finalists = sorted(times, key=lambda config: (times[config], distance(config, self._default)))
+        del finalists[self._effort.finalists :]
         if self._default in times:
             finalists.append(self._default)
         artifacts = {config: self._bench.start(self._problem, config) for config in dict.fromkeys(finalists)}

@@ -325,11 +325,34 @@ def test_tune_shapes_with_the_model(tmp_path: Path) -> None:
     arguments = ("--shapes", shapes, "--measure", "model", "--trials", "8", "--out", table)
     result = run("tune", *arguments)
     assert result.exit_code == 0, result.output
-    assert "winners by model on NVIDIA H200" in result.stdout and "predicted" in result.stdout
+    assert "winners predicted by model for NVIDIA H200" in result.stdout
     rows = TunedTable.load(table).rows
     assert [str(row.problem) for row in rows] == ["b=1 h=2 s=512 d=64", "b=1 h=2 s=1024 d=64"]
     assert {row.source for row in rows} == {Source.PREDICTED}
     assert run("tune", *arguments).stdout == result.stdout  # a second run has nothing left to do
+
+
+def test_what_was_predicted_never_looks_measured(tmp_path: Path) -> None:
+    """From a search for a GPU that nobody here has to every verb that shows its rows."""
+    problem, b200 = "b=1 h=2 s=512 d=64", get_device("b200")
+    table = tmp_path / "tuned" / f"{b200.key}.json"
+    tuned = run(
+        "tune", "--problem", problem, "--measure", "model", "--arch", "sm_100a", "--trials", "6", "--out", table
+    )
+    assert tuned.exit_code == 0, tuned.output
+    assert "winners predicted by model for NVIDIA B200" in tuned.stdout and "us predicted" in tuned.stderr
+    (row,) = TunedTable.load(table).rows
+    assert row.source is Source.PREDICTED and row.family == "flash_fwd_sm100"
+    assert console.us(row.interval_us[0]) + "," not in tuned.stdout, "a prediction has no interval"
+
+    shown = run("show", problem, "--device", "b200")
+    assert 'predicted row "' in shown.stdout and "not measured: by model for NVIDIA B200" in shown.stdout
+    assert "samples" not in shown.stdout and "predicted, not measured: fa4gen tune" in shown.stderr
+    explained = run("table", "explain", problem, "--device", "b200").stdout
+    assert "source    predicted" in explained and "a call counts as a miss" in explained
+    TunedTable(b200.key).save(tmp_path / "empty.json")
+    assert "us predicted" in run("table", "diff", tmp_path / "empty.json", table).stdout
+    assert "1 rows, 1 predicted" in run("doctor").stdout
 
 
 def test_tune_replays_a_grid(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ import torch
 import fa4gen
 from fa4gen import accuracy, dispatch, interface
 from fa4gen.arch import get_device
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.dispatch import Dispatcher
 from fa4gen.errors import CompileError, TableError, UnsupportedProblem, UsageError
+from fa4gen.measure.base import Source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, TunedTable, TunedTables
 from fa4gen.variant import Variant
@@ -100,6 +101,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeKernel
     interface._plans.clear()
     dispatch._dispatchers.clear()
     dispatch._pending.clear()
+    dispatch._predicted.clear()
 
 
 def use_rows(kernels: FakeKernels, *rows: Row) -> None:
@@ -126,6 +128,53 @@ def tensors(
     generator = torch.Generator().manual_seed(b + sq + sk)
     shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv))
     return [torch.randn(shape, generator=generator).to(BF16) for shape in shapes]
+
+
+# --- what is predicted ------------------------------------------------------------------------------------------------
+
+B200 = get_device("b200")
+
+
+def predicted(problem: str, **knobs: Any) -> Row:
+    data = tuned(problem).model_dump() | {
+        "problem": problem,
+        "family": "flash_fwd_sm100",
+        "config": FlashFwdSm100Config(**knobs),
+        "source": "predicted",
+        "provenance": Provenance.now(measurer="model", device=B200.name, samples=1),
+    }
+    return Row.model_validate(data)
+
+
+def on_b200(*rows: Row) -> Dispatcher:
+    return Dispatcher(B200, TunedTables(B200.key, ((TunedTable(B200.key, rows), None),)), FakeKernels().build)
+
+
+def test_a_predicted_row_serves_and_is_named_once(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+    rows = predicted("b=2 h=4 s=16 d=64", tile_n=96), predicted("b=2 h=4 s=16 d=128", tile_n=112)
+    for dispatcher in (on_b200(*rows), on_b200(*rows)):
+        for row in rows:
+            assert dispatcher.variant(row.problem) == Variant.of("sm_100a", row.problem, row.config)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "on NVIDIA B200 configs are predicted, not measured" in record.message
+
+
+def test_a_measured_row_ends_it(fake: FakeKernels, caplog: pytest.LogCaptureFixture) -> None:
+    guess = predicted("b=2 h=4 s=16 d=64", tile_n=96)
+    known = guess.model_copy(update={"source": Source.MEASURED, "config": FlashFwdSm100Config(tile_n=80)})
+    table = TunedTable(B200.key, (guess,)).merge([known])
+    assert on_b200(*table.rows).resolve(guess.problem).config == known.config
+    assert on_b200(*table.merge([guess]).rows).resolve(guess.problem).config == known.config
+    assert not caplog.records
+
+
+def test_a_call_on_a_predicted_row_is_a_miss(fake: FakeKernels) -> None:
+    row = tuned("b=2 h=4 s=16 d=64", tile_n=96).model_copy(update={"source": Source.PREDICTED})
+    use_rows(fake, row)
+    fa4gen.attention(*tensors())
+    assert fake.built[0].config == row.config
+    assert [miss.calls for miss in dispatch._pending.values()] == [1]
 
 
 # --- the call ---------------------------------------------------------------------------------------------------------

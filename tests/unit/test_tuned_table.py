@@ -223,6 +223,16 @@ def test_nearest_row(text: str, nearest: int) -> None:
     assert TABLE.lookup(problem(text)).row == ROWS[nearest]
 
 
+def test_a_measured_row_that_covers_goes_before_a_predicted_one() -> None:
+    near = row("b=4 h=16 s=5000 d=128", source="predicted", tile_n=64)
+    far = row("b=1 h=1 s=128 d=128", source="predicted", tile_n=64)
+    table = TunedTable(H200, (*ROWS, near, far))
+    assert table.lookup(near.problem).row == ROWS[0]
+    found = table.lookup(far.problem)
+    assert (found.row, found.source, found.covered) == (far, "predicted", False)
+    assert found.reason.startswith("predicted row")
+
+
 @pytest.mark.parametrize(
     "text",
     [
