@@ -16,7 +16,7 @@ from fa4gen.config import Config, FlashFwdSm90Config
 from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
-__all__ = ["Bound", "TileCycles", "bound", "steps_per_tile", "tile_cycles"]
+__all__ = ["Bound", "TileCycles", "backward_tile_cycles", "bound", "steps_per_tile", "tile_cycles"]
 
 
 class TileCycles(NamedTuple):
@@ -93,16 +93,41 @@ def _softmax_slots(packed: float, fraction: float, degree: int) -> float:
 
 
 def _smem_bytes(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of shared memory that a step reads: every MMA of ``rows`` rows reads its own Q rows, and all of K and V.
+    """Bytes of shared memory that a step reads: every MMA reads its own Q rows, and all of K and V.
 
     sm_90: a warpgroup's WGMMA has 64 rows and up to 256 columns. sm_100: tcgen05 has 128 of each, P lies in TMEM.
     """
-    rows, columns = (128, 128) if arch.tmem_columns else (64, 256)
-    n = config.tile_n
-    elements = math.ceil(n / columns) * rows * head_dim + n * head_dim + n * head_dim_v
+    m, n = config.tile_m, config.tile_n
+    elements = _operands(arch, m, n, head_dim) + _operands(arch, m, head_dim_v, n, a_in_smem=False)
     if isinstance(config, FlashFwdSm90Config) and not config.mma_pv_is_rs:
-        elements += 2 * rows * n  # P, written and read
-    return math.ceil(config.tile_m / rows) * elements * 2
+        elements += 2 * m * n  # P, written and read
+    return elements * 2
+
+
+def _operands(arch: Arch, m: int, n: int, k: int, *, a_in_smem: bool = True) -> int:
+    """Elements that an (m, n, k) MMA reads from shared memory: B for every instruction's rows, A for its columns."""
+    rows, columns = (128, 128) if arch.tmem_columns else (64, 256)
+    return math.ceil(m / rows) * (n * k + (math.ceil(n / columns) * rows * k if a_in_smem else 0))
+
+
+def backward_tile_cycles(arch: Arch, tile_m: int, tile_n: int, head_dim: int) -> TileCycles:
+    """Cycles of one step of the backward pass: tile_m rows of Q against tile_n of K and V, on one CTA with TMEM.
+
+    ``mma``: Sᵀ = KQᵀ, dPᵀ = VdOᵀ, dV += PᵀdO, dK += dSᵀQ, dQ = dS K. ``mufu``: P again from S.
+    ``fma``: an element of P and dS takes three f32 operations (scale and subtract LSE; dP - Δ; times P) and two halves
+    of a conversion to 16 bit.
+    ``smem``: what the MMAs read (Pᵀ and dSᵀ lie in TMEM), dS written once more for dQ, and dQ in fp32 written and read
+    by the reduction.
+    """
+    m, n, d = tile_m, tile_n, padded(head_dim)
+    packed = 0.5 if arch.tmem_columns else 1.0
+    elements = 2 * _operands(arch, n, m, d) + 2 * _operands(arch, n, d, m, a_in_smem=False) + _operands(arch, m, d, n)
+    return TileCycles(
+        mma=5 * 2 * m * n * d / arch.mma_flops,
+        mufu=m * n / arch.mufu_ops,
+        fma=m * n * (3 * packed + 1) / arch.fma_ops,
+        smem=((elements + m * n) * 2 + 2 * m * d * 4) / arch.smem_bytes_per_clock,
+    )
 
 
 def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:

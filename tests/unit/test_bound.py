@@ -7,18 +7,80 @@ from dataclasses import replace
 import pytest
 
 from fa4gen.arch import ARCHS, get_device
-from fa4gen.bound import bound, steps_per_tile, tile_cycles
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.bound import TileCycles, backward_tile_cycles, bound, steps_per_tile, tile_cycles
+from fa4gen.config import Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.problem import AttentionProblem, attended_pairs
 
 H200 = get_device("h200")
 CONFIG = FlashFwdSm90Config(tile_m=128, tile_n=128, rescale_threshold=None)
+SM100 = FlashFwdSm100Config(tile_n=128, q_stages=1, exp2_poly_fraction=0.0)
 
 
-@pytest.mark.parametrize(("tile_m", "expected"), [(128, (1024, 1024, 768)), (256, (2048, 2048, 1536))])
-def test_blackwell_figures_of_the_paper(tile_m: int, expected: tuple[int, int, int]) -> None:
-    cycles = tile_cycles(ARCHS["sm_100a"], replace(CONFIG, tile_m=tile_m), 128, 128)
+def ranked(arch: str, config: Config, head_dim: int) -> list[str]:
+    """Units by cycles of a step, most first."""
+    cycles = tile_cycles(ARCHS[arch], config, head_dim, head_dim)._asdict()
+    return sorted(cycles, key=lambda unit: -cycles[unit])
+
+
+@pytest.mark.parametrize(("q_stages", "expected"), [(1, (1024, 1024, 768)), (2, (2048, 2048, 1536))])
+def test_blackwell_figures_of_the_paper(q_stages: int, expected: tuple[int, int, int]) -> None:
+    cycles = tile_cycles(ARCHS["sm_100a"], replace(SM100, q_stages=q_stages), 128, 128)
     assert (cycles.mma, cycles.mufu, cycles.smem) == expected
+
+
+def test_backward_figures_of_the_paper() -> None:
+    cycles = backward_tile_cycles(ARCHS["sm_100a"], 128, 128, 128)
+    assert (cycles.mma, cycles.smem, cycles.mufu) == (2560, 3328, 1024)
+    assert backward_tile_cycles(ARCHS["sm_103a"], 128, 128, 128)._replace(mufu=1024) == cycles
+
+
+def test_the_bound_moves_from_hopper_to_blackwell_to_blackwell_ultra() -> None:
+    """d=128, no polynomial: twice the MMA makes MUFU its equal; twice the MUFU leaves MMA alone, then shared memory."""
+    steps = {
+        name: tile_cycles(ARCHS[name], config, 128, 128)
+        for name, config in (("sm_90a", CONFIG), ("sm_100a", SM100), ("sm_103a", SM100))
+    }
+    assert {name: (step.mma, step.mufu, step.smem) for name, step in steps.items()} == {
+        "sm_90a": (2048, 1024, 1280),
+        "sm_100a": (1024, 1024, 768),
+        "sm_103a": (1024, 512, 768),
+    }
+    assert ranked("sm_90a", CONFIG, 128)[:2] == ["mma", "smem"]
+    assert set(ranked("sm_100a", SM100, 128)[:2]) == {"mma", "mufu"}
+    assert ranked("sm_103a", SM100, 128)[:2] == ["mma", "smem"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "units"),
+    [
+        # Share of polynomial exponentials: 0, 1/8, 1/4, 1/2, 1.
+        ("sm_90a", 128, ["mma", "mma", "mma", "mma", "mma"]),
+        ("sm_90a", 64, ["mma", "mma", "mma", "mma", "fma"]),
+        ("sm_100a", 128, ["mma", "mma", "mma", "mma", "fma"]),
+        ("sm_100a", 64, ["mufu", "mufu", "mufu", "fma", "fma"]),
+        ("sm_103a", 128, ["mma", "mma", "mma", "mma", "fma"]),
+        ("sm_103a", 64, ["mma", "mma", "mma", "fma", "fma"]),
+    ],
+)
+def test_the_bound_moves_with_the_polynomial_share(arch: str, head_dim: int, units: list[str]) -> None:
+    config = replace(CONFIG if arch == "sm_90a" else SM100, rescale_threshold=8.0)
+    found = [
+        ranked(arch, replace(config, exp2_poly_fraction=share), head_dim)[0] for share in (0.0, 0.125, 0.25, 0.5, 1.0)
+    ]
+    assert found == units
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_share_of_polynomials_lowers_the_blackwell_bound_until_fma_takes_over(head_dim: int) -> None:
+    def most(share: float) -> TileCycles:
+        return tile_cycles(ARCHS["sm_100a"], replace(SM100, exp2_poly_fraction=share), head_dim, head_dim)
+
+    softmax = [max(most(share / 32).mufu, most(share / 32).fma) for share in range(33)]
+    best = softmax.index(min(softmax))
+    assert 0 < best < 32
+    assert softmax[: best + 1] == sorted(softmax[: best + 1], reverse=True) and softmax[best:] == sorted(softmax[best:])
+    default = FlashFwdSm100Config.default(AttentionProblem.parse(f"h=1 s=64 d={head_dim}"))
+    assert 0 < default.exp2_poly_fraction <= best / 32, "the default stays on the side where MUFU has more"
 
 
 def test_hopper_tile() -> None:
@@ -31,15 +93,16 @@ def test_hopper_tile() -> None:
 
 
 def test_b300_doubles_mufu() -> None:
-    assert tile_cycles(ARCHS["sm_103a"], CONFIG, 128, 128).mufu == 512
+    assert tile_cycles(ARCHS["sm_103a"], SM100, 128, 128).mufu == 512
 
 
 def test_polynomial_moves_exponentials_from_mufu_to_fma() -> None:
-    split = replace(CONFIG, exp2_poly_fraction=0.25)
-    for arch, slots in (("sm_90a", 9), ("sm_100a", 6)):
-        plain, moved = (tile_cycles(ARCHS[arch], config, 128, 128) for config in (CONFIG, split))
+    for arch, config, slots in (("sm_90a", CONFIG, 9), ("sm_100a", SM100, 6)):
+        configs = (config, replace(config, exp2_poly_fraction=0.25))
+        plain, moved = (tile_cycles(ARCHS[arch], config, 128, 128) for config in configs)
         assert moved.mufu == 0.75 * plain.mufu
         assert moved.fma - plain.fma == 0.25 * slots * 128 * 128 / 128
+    split = replace(CONFIG, exp2_poly_fraction=0.25)
     degree_5 = tile_cycles(ARCHS["sm_90a"], replace(split, exp2_poly_degree=5), 128, 128)
     assert degree_5.fma > tile_cycles(ARCHS["sm_90a"], split, 128, 128).fma
 
