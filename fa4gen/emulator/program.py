@@ -21,6 +21,7 @@ from fa4gen.emulator.warp import FUNCTIONS
 __all__ = ["Block", "Program"]
 
 EXIT = -1
+_FMA = frozenset(("add", "sub", "mul", "mad", "fma", "contracted"))
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Program:
         emitter = Emitter(self.kernel, self.numbers, self.constants, self.tmem_loaded)
         for instr in block.instrs:
             emitter.emit(instr)
-            unit = OPCODES[instr.opcode].unit
+            unit = _unit(instr)
             block.units[unit] = block.units.get(unit, 0) + 1
             block.collective |= instr.opcode == "wgmma"
         if block.terminator is None:
@@ -248,3 +249,9 @@ def _post_dominators(blocks: list[Block]) -> list[int]:
         # The nearest one is post-dominated by all the others.
         meets.append(next(c for c in candidates if after[c] >= candidates))
     return meets
+
+
+def _unit(instr: Instr) -> str:
+    """What the instruction is counted under: its opcode's unit, but floating-point sums and products are "fma"."""
+    floats = instr.opcode in _FMA and any(mod.startswith(("f", "bf")) for mod in instr.mods)
+    return "fma" if floats else OPCODES[instr.opcode].unit

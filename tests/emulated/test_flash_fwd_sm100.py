@@ -65,3 +65,15 @@ def test_other_inputs(build, case, kind):
 def test_several_tiles_a_cta(build):
     artifact, problem = built(build, "persistent")
     assert emulator.verify(artifact, problem, num_sms=1).ok
+
+
+def test_the_polynomial_moves_exponentials_from_mufu_to_packed_fma(build):
+    counts = []
+    for fraction in (0.0, 0.25):
+        artifact, problem = build("b=1 h=1 s=256 d=64", Config(exp2_poly_fraction=fraction), "sm_100a")
+        (kernel,) = emulator.run(artifact, problem, num_sms=1).kernels
+        counts.append({unit: sum(warps) for unit, warps in kernel.instructions.items()})
+    moved = 256 * 256 / 32 * 0.25
+    assert counts[0]["mufu"] - counts[1]["mufu"] == moved
+    # A pair: the magic number in and out, the fraction, three multiply-adds.
+    assert counts[1]["fma"] - counts[0]["fma"] == moved / 2 * 6
