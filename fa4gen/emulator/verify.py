@@ -135,11 +135,10 @@ def reduced(problem: AttentionProblem, config: Config) -> AttentionProblem:
     lengths = [max(2 * rows, 1) + 17, 3 * config.tile_n + 7]
     if problem.seqlen_q == problem.seqlen_k:
         lengths = [max(lengths)] * 2
-    few = 2 if problem.gqa_ratio <= 4 else 1
-    heads_kv = min(problem.heads_kv, few)
+    heads_kv = min(problem.heads_kv, 2 if problem.gqa_ratio <= 4 else 1)
     return replace(
         problem,
-        batch=min(problem.batch, few),
+        batch=min(problem.batch, 2 if problem.gqa_ratio == 1 else 1),
         heads=heads_kv * problem.gqa_ratio,
         heads_kv=heads_kv,
         seqlen_q=min(problem.seqlen_q, lengths[0]),
