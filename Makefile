@@ -10,7 +10,7 @@ DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
 DEMO_DIR  := build/demo
 DEMO      := b=32 h=32 s=1024 d=64 causal
 
-.PHONY: setup demo test verify-all test-peers lint clean
+.PHONY: setup demo test verify-all test-peers lint clean calibrate
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -43,6 +43,10 @@ test-peers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/peers \
 		'flash-attn-4==4.0.0b36' quack-kernels einops triton
 	PYTHONPATH=build/peers $(BIN)/python -m pytest tests/emulated/peers
+
+# Fits the timing model to the recorded grid (docs/model.md): compiles and traces 160 variants, minutes.
+calibrate: setup
+	$(BIN)/python scripts/calibrate_model.py --grid $(DEMO_GRID) --fit 'b=8 h=32 s=4096 d=64' 'b=32 h=16 s=1024 d=128'
 
 lint: setup
 	$(BIN)/ruff check .

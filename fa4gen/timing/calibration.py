@@ -1,15 +1,25 @@
-"""Fits the simulator's constants to measured times, and says how good predictions are on what was held out."""
+"""Fits the simulator's constants to recorded times, and says how good predictions are on what was held out."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fa4gen.arch import Device
+from fa4gen.config import Config
+from fa4gen.errors import UsageError
+from fa4gen.measure.base import Failure
+from fa4gen.measure.replay import RecordedProblem
+from fa4gen.problem import AttentionProblem
 from fa4gen.timing.constants import Constants
+from fa4gen.timing.model import TracedVariant, predict
+from fa4gen.timing.simulator import Stuck
 
-__all__ = ["FITTED", "Score", "fit", "score"]
+__all__ = ["FITTED", "Case", "Score", "choose", "clock_line", "fit", "loss", "score"]
 
 # Constants that :func:`fit` may move, and how far they may go.
 FITTED: Mapping[str, tuple[float, float]] = {
@@ -18,17 +28,32 @@ FITTED: Mapping[str, tuple[float, float]] = {
     "smem_factor": (0.5, 3),
     "contention": (1, 4),
     "mufu_contention": (1, 4),
+    "issue_cost": (1, 3),
     "mufu_latency": (10, 60),
     "mbarrier": (10, 300),
     "named_barrier": (5, 100),
-    "mma_drain": (0, 150),
+    "mma_drain": (2, 150),
     "shuffle_latency": (15, 60),
     "l2_bytes": (20, 120),
     "load_latency": (200, 2000),
-    "fresh_latency": (0, 4000),
+    "fresh_latency": (100, 4000),
     "store_latency": (100, 2000),
-    "cta_launch": (0, 4000),
+    "cta_launch": (100, 4000),
 }
+
+
+# Of a constant's squared distance from its prior, in logarithms: 0.1 % of error for a factor of 1.4.
+PENALTY = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded config of a problem: median microseconds, and what the model knows of its variant."""
+
+    problem: AttentionProblem
+    config: Config
+    measured_us: float
+    traced: TracedVariant
 
 
 @dataclass(frozen=True)
@@ -75,11 +100,56 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
+def choose(recorded: RecordedProblem, count: int, rng: random.Random) -> dict[Config, float]:
+    """``count`` of a problem's recorded configs with their median times: the first one, the six fastest, and others at
+    random. Without the fastest, the regret of a pick would mean little."""
+    times = {c: float(np.median(t)) for c, t in recorded.trials.items() if not isinstance(t, Failure)}
+    fastest = sorted(times, key=times.__getitem__)
+    others = rng.sample(fastest, len(fastest))
+    return {config: times[config] for config in list(dict.fromkeys([*list(times)[:1], *fastest[:6], *others]))[:count]}
+
+
+def clock_line(winners: Sequence[tuple[Case, float]], device: Device) -> tuple[float, float]:
+    """(base, slope) in GHz of the clock under load, from cells' fastest configs with the clocks (MHz) they ran at.
+
+    A least-squares line over tensor core utilisation, through the cells that ran below the device's maximum.
+
+    Raises:
+        UsageError: fewer than two of those.
+    """
+    points = []
+    for case, clock_mhz in winners:
+        if clock_mhz < 0.995 * device.clock_mhz:
+            work = predict(case.traced, case.problem, device, Constants()).tensor_cycles
+            points.append((work / (case.measured_us * clock_mhz), clock_mhz / 1000))
+    if len(points) < 2:
+        raise UsageError("the clock's line needs two cells that ran below the maximum clock")
+    utilisation, clock = np.array(points).T
+    slope, base = np.polyfit(utilisation, clock, 1)
+    return float(f"{base:.4g}"), float(f"{-slope:.4g}")
+
+
+def loss(cases: Sequence[Case], device: Device, constants: Constants, prior: Constants) -> float:
+    """What :func:`fit` makes small: the mean absolute logarithm of predicted over measured without the cell's median, a
+    share of that median, and how far the constants are from ``prior``: one cell does not determine them all.
+    """
+    logs = []
+    for case in cases:
+        try:
+            predicted = predict(case.traced, case.problem, device, constants).microseconds
+            logs.append(float(np.log(predicted / case.measured_us)))
+        except Stuck:
+            logs.append(1.0)
+    bias = float(np.median(logs))
+    moved = sum(math.log(getattr(constants, name) / getattr(prior, name)) ** 2 for name in FITTED)
+    return float(np.minimum(np.abs(np.array(logs) - bias), 0.5).mean()) + 0.3 * abs(bias) + PENALTY * moved
+
+
 def fit(
     start: Constants,
     loss: Callable[[Constants], float],
     names: Sequence[str] = tuple(FITTED),
-    factors: Sequence[float] = (1.5, 1.2, 1.08),
+    factors: Sequence[float] = (1.4, 1.15),
     progress: Callable[[Constants, float], None] | None = None,
 ) -> Constants:
     """Coordinate search: each constant in turn goes up or down by a factor as long as ``loss`` falls.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -18,10 +20,13 @@ from fa4gen.timing.sass_decode import decode
 from fa4gen.timing.simulator import SmProgram, prepare, simulate
 from fa4gen.timing.trace import trace
 
-__all__ = ["Prediction", "Sample", "TracedVariant", "predict", "trace_variant"]
+__all__ = ["Prediction", "Sample", "TracedVariant", "ensemble", "predict", "trace_variant"]
 
 # K/V steps of the simulated CTAs: two lengths give the fixed cost and the slope, beyond the pipeline's start.
-STEPS = (6, 14)
+SHORT, LONG = 6, 14
+# Of an ensemble: what its members' constants differ in, and by how much (standard deviation of the logarithm).
+JITTERED = ("mbarrier", "named_barrier", "mma_start", "load_latency", "fresh_latency", "contention", "mufu_contention")
+JITTER = 0.08
 
 
 @dataclass(frozen=True)
@@ -35,19 +40,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class TracedVariant:
-    """What the model knows of a variant, whatever the constants."""
+    """What the model knows of a variant, whatever the constants.
+
+    ``samples``: CTAs of one tile, the first two with the same end of a causal mask. ``two_tiles``: of a persistent
+    kernel, a CTA with the steps of the first sample in each of its tiles.
+    """
 
     arch: Arch
     config: Config
     samples: tuple[Sample, ...]
+    two_tiles: Sample | None
 
 
 @dataclass(frozen=True)
 class Prediction:
     """``step``, ``tile`` and ``start``: cycles a K/V step, a tile beside its steps, and a CTA beside its tiles.
 
-    ``tensor``: share of the time that the mean SM's tensor cores are busy; ``clock_ghz``: what the chip is taken to
-    run at.
+    ``tensor_cycles``: that the mean SM's tensor cores are busy; ``clock_ghz``: what the chip is taken to run at.
     """
 
     microseconds: float
@@ -55,7 +64,7 @@ class Prediction:
     step: float
     tile: float
     start: float
-    tensor: float
+    tensor_cycles: float
     clock_ghz: float
 
 
@@ -69,30 +78,36 @@ def trace_variant(artifact: Artifact, problem: AttentionProblem, config: Config)
     (kernel,) = decode(artifact.cubin_path)
     finder = PathFinder(kernel)
     persistent = bool(getattr(config, "persistent", False))
-    cluster = getattr(config, "cluster_m", 1)
-    samples = []
-    for tiles, steps in [(1, STEPS[0]), (1, STEPS[1]), *([(2, STEPS[0])] if persistent else [])]:
-        small = _small(problem, config, tiles, steps)
-        traced = trace(artifact, small, cluster)
-        paths: dict[tuple, list] = {}
-        for tokens in traced.warps:
-            key = tuple((t.kind, t.site) for t in tokens)
-            if key not in paths:
-                paths[key] = finder.find(tokens)
-        program = prepare(kernel, traced, [paths[tuple((t.kind, t.site) for t in tokens)] for tokens in traced.warps])
-        ratio = 1 if config.pack_gqa else problem.gqa_ratio
-        samples.append(Sample(tiles * ratio if persistent else 1, max(steps_per_tile(small, config)), program))
-    return TracedVariant(get_arch(artifact.arch), config, tuple(samples))
+
+    def simulated(tiles: int, seqlen_k: int) -> Sample:
+        small = _small(problem, config, tiles, seqlen_k)
+        traced = trace(artifact, small, getattr(config, "cluster_m", 1))
+        keys = [tuple((t.kind, t.site) for t in tokens) for tokens in traced.warps]
+        # Those that went through most of the code first: they tell loops apart for the others.
+        roles = sorted(dict(zip(keys, traced.warps, strict=True)).items(), key=lambda role: -len(set(role[0])))
+        paths = {key: finder.find(tokens) for key, tokens in roles}
+        program = prepare(kernel, traced, [paths[key] for key in keys])
+        each = 1 if config.pack_gqa or not persistent else problem.gqa_ratio
+        return Sample(tiles * each if persistent else 1, max(steps_per_tile(small, config)), program)
+
+    short, long = SHORT * config.tile_n, LONG * config.tile_n
+    if problem.causal:
+        # The last 64 rows end within a tile and begin before it: every warpgroup takes the masked steps as well.
+        simulated(1, 4 * config.tile_n + 32)
+        short = math.ceil(short / config.tile_m) * config.tile_m
+        period = math.lcm(config.tile_m, config.tile_n)
+        long = short + math.ceil((LONG - SHORT) * config.tile_n / period) * period
+    samples = [simulated(1, short), simulated(1, long)]
+    samples += [simulated(1, short + config.tile_m)] if problem.causal else []
+    return TracedVariant(get_arch(artifact.arch), config, tuple(samples), simulated(2, short) if persistent else None)
 
 
-def _small(problem: AttentionProblem, config: Config, tiles: int, steps: int) -> AttentionProblem:
-    """A problem of the same variant with ``tiles`` K/V heads of one (or one cluster of) M block and about ``steps``
-    K/V steps; a causal mask ends at the last row."""
+def _small(problem: AttentionProblem, config: Config, tiles: int, seqlen_k: int) -> AttentionProblem:
+    """A problem of the same variant with ``tiles`` K/V heads of one M block (or a cluster of them), whose last row is a
+    causal problem's last as well."""
     ratio = problem.gqa_ratio
     rows = config.tile_m * getattr(config, "cluster_m", 1) // (ratio if config.pack_gqa else 1)
-    return replace(
-        problem, batch=1, heads=tiles * ratio, heads_kv=tiles, seqlen_q=max(rows, 1), seqlen_k=steps * config.tile_n
-    )
+    return replace(problem, batch=1, heads=tiles * ratio, heads_kv=tiles, seqlen_q=max(rows, 1), seqlen_k=seqlen_k)
 
 
 def predict(traced: TracedVariant, problem: AttentionProblem, device: Device, constants: Constants) -> Prediction:
@@ -104,22 +119,39 @@ def predict(traced: TracedVariant, problem: AttentionProblem, device: Device, co
     config = traced.config
     results = [simulate(traced.arch, constants, sample.program) for sample in traced.samples]
     short, long = traced.samples[:2]
-    step = (results[1].cycles - results[0].cycles) / (long.tiles * (long.steps - short.steps))
-    tensor = (results[1].tensor - results[0].tensor) / (long.tiles * (long.steps - short.steps))
-    persistent = len(results) > 2
-    if persistent:
-        more = traced.samples[2].tiles - short.tiles
-        tile = (results[2].cycles - results[0].cycles) / more - step * short.steps
-        start = results[0].cycles - short.tiles * (tile + step * short.steps)
-    else:
-        tile, start = results[0].cycles - step * short.steps + constants.cta_launch, 0.0
+    per_step = 1 / (long.tiles * (long.steps - short.steps))
+    step = (results[1].cycles - results[0].cycles) * per_step
+    tensor = (results[1].tensor - results[0].tensor) * per_step
+    alone = fmean(r.cycles - s.tiles * s.steps * step for r, s in zip(results, traced.samples, strict=True))
+    tile, start = alone + constants.cta_launch, 0.0
+    persistent = traced.two_tiles is not None
+    if traced.two_tiles is not None:
+        both = simulate(traced.arch, constants, traced.two_tiles.program).cycles
+        tile = (both - results[0].cycles) / (traced.two_tiles.tiles - short.tiles) - step * short.steps
+        start = alone - short.tiles * tile
     steps = tile_steps(problem, config)
     cluster = getattr(config, "cluster_m", 1)
     units = device.sm_count // cluster
     costs = [tile + step * max(steps[at : at + cluster]) for at in range(0, len(steps), cluster)]
     cycles = start + makespan(costs, units, persistent)
-    utilisation = tensor * float(np.sum(steps)) / (device.sm_count * cycles)
-    clock = min(device.clock_mhz / 1000, constants.clock_base - constants.clock_slope * utilisation)
+    tensor_cycles = tensor * sum(steps) / device.sm_count
+    clock = min(device.clock_mhz / 1000, constants.clock_base - constants.clock_slope * tensor_cycles / cycles)
     hbm_us = problem.hbm_bytes / device.hbm_bytes_per_s * 1e6
     microseconds = constants.launch_us + max(cycles / clock / 1000, hbm_us)
-    return Prediction(microseconds, cycles, step, tile, start, utilisation, clock)
+    return Prediction(microseconds, cycles, step, tile, start, tensor_cycles, clock)
+
+
+def ensemble(
+    traced: TracedVariant, problem: AttentionProblem, device: Device, constants: Constants, members: int = 7
+) -> list[Prediction]:
+    """Predictions with constants a little off, the same for every variant; the first with ``constants`` themselves.
+
+    Simulated warpgroups lock into phases that hardware drifts between: one run alone can be off by a step's width.
+    """
+    rng = np.random.default_rng(0)
+    predictions = [predict(traced, problem, device, constants)]
+    for _ in range(members - 1):
+        factors = np.exp(JITTER * rng.standard_normal(len(JITTERED)))
+        moved = {name: getattr(constants, name) * factor for name, factor in zip(JITTERED, factors, strict=True)}
+        predictions.append(predict(traced, problem, device, replace(constants, **moved)))
+    return predictions

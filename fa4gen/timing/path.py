@@ -53,17 +53,18 @@ class Step:
 
 
 class PathFinder:
-    """Finds paths through one kernel; what it learns of its control flow serves all warps."""
+    """Finds paths through one kernel. A SASS instruction stands for one PTX instruction only, which tells loops apart
+    that synchronise alike; what one path has shown holds for the next.
+    """
 
     def __init__(self, kernel: SassKernel) -> None:
         self.kernel = kernel
         self._kinds = [token_kind(i) for i in kernel.instructions]
         self._ways: dict[int, dict[int, list[int]]] = {}
+        self._meaning: dict[int, tuple[int, int]] = {}
 
     def find(self, tokens: Sequence[Token]) -> list[Step]:
         """The executed instructions of a warp with these tokens, the last of them EXIT.
-
-        A SASS instruction stands for one PTX instruction only, which tells loops apart that synchronise alike.
 
         Raises:
             NoPath: no walk from the entry to an exit emits them.
@@ -78,7 +79,7 @@ class PathFinder:
 
     def _assign(self, tokens: Sequence[Token]) -> list[int]:
         """The SASS instruction of every token: depth first, with the PTX instruction each already stands for."""
-        meaning: dict[int, tuple[int, int]] = {}
+        meaning = self._meaning
         chosen: list[int] = []
         choices: list[Iterator[int]] = [self._candidates(None, tokens, 0, meaning)]
         fresh: list[bool] = []

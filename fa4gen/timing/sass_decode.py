@@ -62,9 +62,9 @@ class Instruction:
         return bool(_BRANCH_PREDICATE.search(self.operands.partition("`")[0]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SassKernel:
-    """One kernel's instructions in address order."""
+    """One kernel's instructions in address order. Equal to itself only."""
 
     name: str
     instructions: tuple[Instruction, ...]

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 
 from fa4gen.arch import Arch
+from fa4gen.errors import Fa4genError
 from fa4gen.timing.constants import Constants, Pipe, operation
 from fa4gen.timing.path import Step
 from fa4gen.timing.sass_decode import NO_BARRIER, SassKernel
@@ -58,7 +59,7 @@ class SmResult:
     pipes: tuple[float, ...]
 
 
-class Stuck(RuntimeError):
+class Stuck(Fa4genError):
     """No warp can ever issue: path and trace do not belong together."""
 
 
@@ -84,13 +85,15 @@ def prepare(kernel: SassKernel, trace: Trace, paths: Sequence[Sequence[Step]]) -
     return SmProgram(kernel, np.array(index, np.int32), np.array(token, np.int32), table, first, arrivals)
 
 
-@lru_cache(maxsize=4096)
-def _tables(arch: Arch, constants: Constants, kernel: SassKernel) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=256)
+def _tables(
+    arch: Arch, kernel: SassKernel, mufu_latency: float, shuffle_latency: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(instructions, 8) of what the instructions need, and the latency of each one's scoreboard."""
     static = np.zeros((len(kernel.instructions), 8), np.int64)
     latency = np.zeros(len(kernel.instructions), np.int64)
     for number, i in enumerate(kernel.instructions):
-        pipe, hold, wait = operation(arch, constants, i.opcode)
+        pipe, hold, wait = operation(arch, i.opcode, mufu_latency, shuffle_latency)
         latency[number] = round(wait)
         write, read = (-1 if b == NO_BARRIER else b for b in (i.write_barrier, i.read_barrier))
         stores, commits = i.opcode.startswith("DEPBAR"), "gsb" in i.operands
@@ -107,11 +110,11 @@ def simulate(arch: Arch, constants: Constants, program: SmProgram) -> SmResult:
     c = constants
     values = np.array([
         c.mbarrier, c.mbarrier_test, c.named_barrier, c.mma_start, c.mma_drain, c.mma_queue, c.smem_factor,
-        c.contention, c.mufu_contention, c.l2_bytes, c.load_latency, c.fresh_latency, c.store_latency,
+        c.contention, c.mufu_contention, c.issue_cost, c.l2_bytes, c.load_latency, c.fresh_latency, c.store_latency,
         arch.mma_flops, arch.smem_bytes_per_clock,
     ])  # fmt: skip
     busy = np.zeros(Pipe.COUNT)
-    static, latency = _tables(arch, constants, program.kernel)
+    static, latency = _tables(arch, program.kernel, c.mufu_latency, c.shuffle_latency)
     p = program
     cycles, tensor = _run(static, latency, p.index, p.token, p.tokens, p.first, p.arrivals, values, busy)
     if cycles < 0:
@@ -122,7 +125,7 @@ def simulate(arch: Arch, constants: Constants, program: SmProgram) -> SmResult:
 @numba.njit(cache=True)
 def _run(static, latency, index, token, tokens, first, arrivals, values, busy):  # type: ignore[no-untyped-def]
     (mbarrier, mbarrier_test, named_barrier, mma_start, mma_drain, mma_queue, smem_factor, contention, mufu_contention,
-     l2_bytes, load_latency, fresh_latency, store_latency, mma_flops, smem_bytes) = values  # fmt: skip
+     issue_cost, l2_bytes, load_latency, fresh_latency, store_latency, mma_flops, smem_bytes) = values  # fmt: skip
     warps = len(first) - 1
     groups = (warps + 3) // 4
     position = first[:-1].copy()
@@ -149,10 +152,12 @@ def _run(static, latency, index, token, tokens, first, arrivals, values, busy): 
     committed = np.zeros(warps, np.int64)
     commit_at = np.zeros((warps, ring), np.int64)
     ends = np.zeros((groups, 4096), np.int64)
+    tensor_from = 0  # since when the tensor cores have had something to do
     tensor_free = 0
     tensor_busy = 0
     l2_free = 0.0
     stores_read = np.zeros(warps, np.int64)
+    issue_free = np.zeros(4)
     pipe_free = np.zeros((4, busy.shape[0]))
     active = warps
     now = 0
@@ -175,6 +180,9 @@ def _run(static, latency, index, token, tokens, first, arrivals, values, busy): 
             elif flight_time[k] < upcoming:
                 upcoming = flight_time[k]
         for sub in range(4):
+            if issue_free[sub] >= now + 1:
+                upcoming = min(upcoming, now + 1)
+                continue
             best = -1
             for w in range(sub, warps, 4):
                 if position[w] >= first[w + 1] or waiting_on[w] >= 0 or at_barrier[w] >= 0:
@@ -220,8 +228,11 @@ def _run(static, latency, index, token, tokens, first, arrivals, values, busy): 
             ready[w] = now + static[row, _STALL]
             p = static[row, _PIPE]
             hold = float(static[row, _HOLD])
-            if now < tensor_free:
+            slot = 1.0
+            if tensor_from <= now < tensor_free:
                 hold *= mufu_contention if p == _MUFU else contention
+                slot = issue_cost
+            issue_free[sub] = max(issue_free[sub], float(now)) + slot
             pipe_free[sub, p] = max(pipe_free[sub, p], float(now)) + hold
             busy[p] += static[row, _HOLD]
             done = now + latency[row]
@@ -285,6 +296,8 @@ def _run(static, latency, index, token, tokens, first, arrivals, values, busy): 
                         read += 64.0 * depth * 2
                     work = max(work, smem_factor * read / smem_bytes)
                     start = max(now + np.int64(mma_start), tensor_free)
+                    if start > tensor_free:
+                        tensor_from = start
                     tensor_free = start + np.int64(work + 0.5)
                     tensor_busy += np.int64(2.0 * 64 * columns * depth / mma_flops)
                     starts[g, begun[g] % ring] = start

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import Build
 
-from fa4gen.arch import get_arch
+import fa4gen.timing.model
+from fa4gen.arch import get_arch, get_device
 from fa4gen.config import FlashFwdSm90Config
-from fa4gen.measure.base import Failure
+from fa4gen.errors import UsageError
+from fa4gen.measure.base import Failure, FailureKind, Measurement, Source
+from fa4gen.measure.model import ModelMeasurer
 from fa4gen.measure.replay import Grid
 from fa4gen.problem import AttentionProblem
+from fa4gen.timing.calibration import Case, clock_line, loss
 from fa4gen.timing.constants import H200
 from fa4gen.timing.model import predict, trace_variant
-from fa4gen.timing.path import PathFinder
+from fa4gen.timing.path import NoPath, PathFinder
 from fa4gen.timing.sass_decode import decode
 from fa4gen.timing.simulator import prepare, simulate
 from fa4gen.timing.trace import trace
+from fa4gen.variant import Variant
 
 GRID = Path(__file__).parents[1] / "data" / "demo_grid_h200.json.gz"
 
@@ -63,3 +69,58 @@ def test_times_come_near_an_h200s(build: Build, text: str) -> None:
     artifact, _ = build(text, config)
     prediction = predict(trace_variant(artifact, problem, config), problem, grid.device, H200)
     assert prediction.microseconds == pytest.approx(float(np.median(samples)), rel=0.15)
+
+
+def test_masked_steps_cost_more_and_are_walked_only_on_the_diagonal(build: Build) -> None:
+    text, config = "b=1 h=1 s=4096 d=64", FlashFwdSm90Config(tile_m=192, tile_n=128, persistent=True)
+    full, causal = (trace_variant(*build(t, config), config) for t in (text, text + " causal"))
+
+    def issued_a_step(samples: tuple) -> float:
+        short, long = (len(sample.program.index) for sample in samples[:2])
+        return (long - short) / (samples[1].steps - samples[0].steps)
+
+    assert issued_a_step(causal.samples) == pytest.approx(issued_a_step(full.samples), rel=0.03)
+
+
+def test_a_cluster_loads_half(build: Build) -> None:
+    config = FlashFwdSm90Config(tile_m=128, tile_n=128, cluster_m=2)
+    artifact, problem = build("b=1 h=1 sq=256 sk=512 d=64", config)
+    loads = [t for t in trace(artifact, problem, num_sms=2).warps[0] if t.kind == "load"]
+    keys = [t for t in loads if not t.values[3]]
+    assert sum(t.values[1] for t in keys) == 4 * 128 * (64 + 64) * 2 // 2
+    assert all(t.values[2] == 2 * t.values[1] for t in keys)
+
+
+def test_the_measurer_predicts_and_says_so(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, config = get_device("h200"), FlashFwdSm90Config(tile_m=128, tile_n=128)
+    artifact, problem = build("b=4 h=16 s=2048 d=64", config)
+    variant = Variant.of("sm_90a", problem, config)
+    measurer = ModelMeasurer(device)
+    result = measurer.measure(problem, variant, artifact, samples=10)
+    assert isinstance(result, Measurement) and result.source is Source.PREDICTED
+    assert len(result.samples_us) == 10 and len(set(result.samples_us)) == 7
+    assert problem.flops / 989e12 * 1e6 < result.median_us < 10 * problem.flops / 989e12 * 1e6
+    assert H200.digest in measurer.name and measurer.measure(problem, variant, artifact) == measurer.measure(
+        problem, variant, artifact
+    )
+
+    def no_path(*_: object) -> None:
+        raise NoPath("no path emits token 3")
+
+    monkeypatch.setattr(fa4gen.timing.model, "trace_variant", no_path)
+    failed = ModelMeasurer(device).measure(problem, variant, artifact)
+    assert isinstance(failed, Failure) and failed.kind is FailureKind.CRASHED and "token 3" in failed.message
+    with pytest.raises(UsageError, match="sm_100a"):
+        ModelMeasurer(get_device("b200"))
+
+
+def test_the_loss_is_least_where_the_times_came_from(build: Build) -> None:
+    device, config = get_device("h200"), FlashFwdSm90Config(tile_m=128, tile_n=128)
+    artifact, problem = build("b=4 h=16 s=2048 d=64", config)
+    traced = trace_variant(artifact, problem, config)
+    case = Case(problem, config, predict(traced, problem, device, H200).microseconds, traced)
+    slower = replace(H200, contention=2 * H200.contention)
+    assert loss([case], device, H200, H200) == pytest.approx(0, abs=1e-9)
+    assert loss([case], device, slower, slower) > 0.01 and loss([case], device, H200, slower) > 0
+    with pytest.raises(UsageError, match="two cells"):
+        clock_line([(case, 1980.0), (case, 1700.0)], device)
