@@ -18,6 +18,7 @@ from statistics import fmean, median
 from fa4gen.artifact_cache import ArtifactCache
 from fa4gen.bound import bound
 from fa4gen.compile import compile_variant
+from fa4gen.config import Config
 from fa4gen.errors import Fa4genError
 from fa4gen.measure.replay import Grid
 from fa4gen.problem import AttentionProblem
@@ -26,15 +27,31 @@ from fa4gen.timing.constants import H200, PRIOR, Constants
 from fa4gen.timing.model import ensemble, predict, trace_variant
 from fa4gen.variant import Variant
 
+Times = dict[Config, float]
 
-def load_cases(grid: Grid, count: int, work: Path) -> dict[AttentionProblem, list[Case]]:
-    """Compiles and traces ``count`` configs of each problem, or takes them from an earlier run's folder."""
+
+def samples(grid: Grid, count: int, unseen: int) -> dict[AttentionProblem, Times]:
+    """``count`` configs of each problem; or, if ``unseen``, so many at random of those that are not among them."""
+    rng = random.Random(1)
+    chosen = {problem: choose(recorded, count, rng) for problem, recorded in grid.problems.items()}
+    if not unseen:
+        return chosen
+    rng = random.Random(2)
+    rest = {}
+    for problem, recorded in grid.problems.items():
+        times = choose(recorded, len(recorded.trials), random.Random(0))
+        others = [c for c in recorded.trials if c in times and c not in chosen[problem]]
+        rest[problem] = {config: times[config] for config in rng.sample(others, unseen)}
+    return rest
+
+
+def load_cases(grid: Grid, chosen: dict[AttentionProblem, Times], work: Path) -> dict[AttentionProblem, list[Case]]:
+    """Compiles and traces the ``chosen`` configs, or takes them from an earlier run's folder."""
     artifacts = ArtifactCache(work / "artifacts")
     (work / "traces").mkdir(parents=True, exist_ok=True)
     cells: dict[AttentionProblem, list[Case]] = {}
-    rng = random.Random(1)
-    for problem, recorded in grid.problems.items():
-        for config, measured in choose(recorded, count, rng).items():
+    for problem, times in chosen.items():
+        for config, measured in times.items():
             variant = Variant.of(grid.device.arch.name, problem, config)
             file = work / "traces" / f"{variant.digest}.pickle"
             try:
@@ -89,15 +106,16 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=40, help="of each problem")
     parser.add_argument("--work", type=Path, default=Path("build/calibration"))
     parser.add_argument("--score", action="store_true", help="only score the constants that are in the package")
+    parser.add_argument("--unseen", type=int, default=0, help="only score, so many configs outside the sample")
     options = parser.parse_args()
     grid = Grid.load(options.grid)
-    cells = load_cases(grid, options.configs, options.work)
+    cells = load_cases(grid, samples(grid, options.configs, options.unseen), options.work)
     started = time.perf_counter()
-    constants = H200 if options.score else calibrate(grid, cells, options.fit)
+    constants = H200 if options.score or options.unseen else calibrate(grid, cells, options.fit)
     print(f"# {time.perf_counter() - started:.0f} s; constants {constants.digest}")
     for name, value in asdict(constants).items():
         print(f"{name} = {value}")
-    report(grid, cells, options.fit, constants)
+    report(grid, cells, [] if options.unseen else options.fit, constants)
 
 
 if __name__ == "__main__":
