@@ -144,16 +144,7 @@ class Races:
         kind, warp = divmod(agent - 1, self.warps)
         slot, warp = divmod(warp, self.machine.warps_per_cta)
         who = f"warp {warp} of CTA {self.machine.cta_name(slot)}"
-        kinds = (
-            "",
-            "wgmma of ",
-            "a bulk store of ",
-            "a bulk store of ",
-            "tcgen05.ld of ",
-            "tcgen05.st of ",
-            "tcgen05.mma of ",
-        )
-        return f"{kinds[kind]}{who}"
+        return f"{KIND_NAMES[kind]}{who}"
 
     # Synchronisation ---------------------------------------------------------------------------------------------
     def release(

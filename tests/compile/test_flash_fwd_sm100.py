@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems import PROBLEMS
 
 from fa4gen import sass
 from fa4gen.arch import get_arch
@@ -19,20 +20,6 @@ from fa4gen.search_space import SearchSpace
 from fa4gen.variant import Variant
 
 ARCHS = ("sm_100a", "sm_103a")
-PROBLEMS = [
-    AttentionProblem.parse(text)
-    for text in (
-        "h=2 s=256 d=8 causal lse",
-        "h=2 s=256 d=40 dv=80",
-        "h=4 hk=2 s=256 d=64 causal",
-        "h=2 s=256 d=64 dtype=fp16 lse",
-        "h=2 s=256 d=96 causal",
-        "h=2 s=256 d=128",
-        "h=8 s=256 d=128 hk=1 causal lse",
-        "h=2 s=256 d=192 dv=128 causal",
-        "h=2 s=256 d=256",
-    )
-]
 SAMPLES_PER_PROBLEM = 2
 Case = tuple[str, AttentionProblem, FlashFwdSm100Config]
 
