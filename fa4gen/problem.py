@@ -10,14 +10,15 @@ from fa4gen.errors import UnsupportedProblem
 __all__ = ["AttentionProblem", "StaticProblem", "attended_pairs"]
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2}
-OPS = ("fwd",)
+OPS = ("fwd", "bwd")
+FLAGS = {"causal": "causal", "lse": "return_lse", "deterministic": "deterministic"}  # word in a text -> field
 
 
 @dataclass(frozen=True)
 class StaticProblem:
     """The compile-time part of a problem: with a config it selects one kernel, which then serves every length.
 
-    ``gqa_ratio`` is query heads per K/V head.
+    ``gqa_ratio`` is query heads per K/V head. ``deterministic`` is False in every forward problem.
     """
 
     op: str
@@ -27,6 +28,7 @@ class StaticProblem:
     gqa_ratio: int
     causal: bool
     return_lse: bool
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class AttentionProblem:
     Tensors are (batch, seqlen, heads, head_dim) with a contiguous last dimension: Q has ``heads`` heads of
     ``head_dim``, K and V have ``heads_kv`` heads of ``head_dim`` and ``head_dim_v``. ``causal`` aligns the mask to
     the bottom right corner: query i sees keys j <= i + seqlen_k - seqlen_q. ``return_lse`` asks for the natural-log
-    sum of exponentials, (batch, heads, seqlen_q) in fp32, beside O.
+    sum of exponentials, (batch, heads, seqlen_q) in fp32, beside O; it belongs to op "fwd".
+
+    Op "bwd" is the gradient of the same call: from Q, K, V, O, LSE and dO, which is like O, it computes dQ, dK and dV.
+    ``deterministic``, which belongs to it, asks for the same bits at every launch.
 
     Raises:
         UnsupportedProblem: a value breaks the rules above; the message names it.
@@ -53,6 +58,7 @@ class AttentionProblem:
     causal: bool = False
     return_lse: bool = False
     op: str = "fwd"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -69,6 +75,10 @@ class AttentionProblem:
             raise UnsupportedProblem(
                 f"heads must be a multiple of heads_kv, got heads={self.heads}, heads_kv={self.heads_kv}"
             )
+        if self.deterministic and self.op != "bwd":
+            raise UnsupportedProblem("deterministic belongs to op=bwd: the forward has no other order to choose")
+        if self.return_lse and self.op != "fwd":
+            raise UnsupportedProblem("lse belongs to op=fwd: the backward reads LSE and returns none")
 
     @property
     def gqa_ratio(self) -> int:
@@ -82,7 +92,10 @@ class AttentionProblem:
 
     @property
     def flops(self) -> float:
-        """Useful floating-point operations: 2·(d + d_v) for every attended (query, key) pair of every head.
+        """Useful floating-point operations for every attended (query, key) pair of every head.
+
+        Forward: 2·(d + d_v), of QKᵀ and PV. Backward: 2·(3·d + 2·d_v), of QKᵀ, dO·Vᵀ, PᵀdO, dSᵀQ and dS·K: 2.5 times
+        the forward where d = d_v, which the FlashAttention papers take throughout.
 
         For a square causal mask this is half of the full figure up to the diagonal, the convention of the
         FlashAttention papers (which count exactly half).
@@ -90,22 +103,27 @@ class AttentionProblem:
         pairs: float = self.seqlen_q * self.seqlen_k
         if self.causal:
             pairs = pairs / 2 if self.seqlen_q == self.seqlen_k else attended_pairs(self.seqlen_q, self.seqlen_k)
-        return 2.0 * (self.head_dim + self.head_dim_v) * pairs * self.heads * self.batch
+        dims = 3 * self.head_dim + 2 * self.head_dim_v if self.op == "bwd" else self.head_dim + self.head_dim_v
+        return 2.0 * dims * pairs * self.heads * self.batch
 
     @property
     def hbm_bytes(self) -> int:
-        """Compulsory traffic in bytes: Q, K and V read once, O (and LSE) written once."""
+        """Compulsory traffic in bytes. Forward: Q, K and V read once, O (and LSE) written once. Backward: those and dO
+        read once, dQ, dK and dV written once; what a kernel keeps in a workspace is not compulsory."""
         size = DTYPE_BYTES[self.dtype]
         q_o = self.heads * self.seqlen_q * (self.head_dim + self.head_dim_v) * size
         k_v = self.heads_kv * self.seqlen_k * (self.head_dim + self.head_dim_v) * size
-        lse = self.heads * self.seqlen_q * 4 if self.return_lse else 0
-        return self.batch * (q_o + k_v + lse)
+        lse = self.heads * self.seqlen_q * 4
+        if self.op == "bwd":
+            return self.batch * (2 * (q_o + k_v) + lse)
+        return self.batch * (q_o + k_v + lse * self.return_lse)
 
     @classmethod
     def parse(cls, text: str) -> AttentionProblem:
         """Reads "b=2 h=16 s=4096 d=128 causal".
 
-        Keys: b, h, hk (default h), s or sq and sk, d, dv (default d), dtype (default bf16); flags: causal, lse.
+        Keys: b, h, hk (default h), s or sq and sk, d, dv (default d), dtype (default bf16), op (default fwd); flags:
+        causal, lse, deterministic.
 
         Raises:
             UnsupportedProblem: an unknown, missing or malformed word.
@@ -114,9 +132,10 @@ class AttentionProblem:
         other: dict[str, Any] = {}
         for word in text.replace(",", " ").split():
             key, sep, value = word.partition("=")
-            if not sep and key in ("causal", "lse", "full"):
-                if key != "full":
-                    other["causal" if key == "causal" else "return_lse"] = True
+            if not sep and key in FLAGS:
+                other[FLAGS[key]] = True
+            elif word == "full":  # not causal
+                continue
             elif sep and key in ("b", "h", "hk", "s", "sq", "sk", "d", "dv"):
                 try:
                     numbers[key] = int(value)
@@ -127,7 +146,7 @@ class AttentionProblem:
             else:
                 raise UnsupportedProblem(
                     f"unknown word {word!r} in problem {text!r}; "
-                    "write for example: b=2 h=16 hk=2 s=4096 d=128 dv=128 dtype=bf16 causal lse"
+                    "write for example: b=2 h=16 hk=2 s=4096 d=128 dv=128 dtype=bf16 causal lse, or op=bwd causal"
                 )
         seqlen = numbers.get("s")
         values = {
@@ -158,7 +177,9 @@ class AttentionProblem:
             words.append(f"dv={self.head_dim_v}")
         if self.dtype != "bf16":
             words.append(f"dtype={self.dtype}")
-        words += [word for word, on in (("causal", self.causal), ("lse", self.return_lse)) if on]
+        if self.op != "fwd":
+            words.append(f"op={self.op}")
+        words += [word for word, field in FLAGS.items() if getattr(self, field)]
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:

@@ -399,11 +399,13 @@ class Category(NamedTuple):
     causal: bool
     grouped: bool
     decode: bool
+    deterministic: bool = False
 
     def __str__(self) -> str:
         dims = f"d={self.head_dim}" + (f" dv={self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         words = [self.op, self.dtype, dims, "causal" if self.causal else "full", "GQA" if self.grouped else "MHA"]
-        return " ".join([*words, "decode" if self.decode else "prefill"])
+        words.append("decode" if self.decode else "prefill")
+        return " ".join([*words, *["deterministic"] * self.deterministic])
 
 
 class Bucket(NamedTuple):
@@ -417,7 +419,10 @@ def category(problem: AttentionProblem) -> Category:
     """The categorical part of lookup, the same for tuning and dispatch."""
     ratio = problem.gqa_ratio
     decode = problem.seqlen_q * ratio <= DECODE_ROWS
-    return Category(problem.op, problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal, ratio > 1, decode)
+    return Category(
+        problem.op, problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal, ratio > 1, decode,
+        problem.deterministic,
+    )  # fmt: skip
 
 
 def coordinates(problem: AttentionProblem, sm_count: int) -> tuple[float, float, float, float]:

@@ -38,10 +38,13 @@ class Variant:
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits over family, target, problem part and config: equal variants, equal digests."""
+        static = asdict(self.static)
+        if self.static.op == "fwd":  # where it is no choice; and digests are recorded
+            del static["deterministic"]
         data = {
             "family": self.family.name,
             "arch": self.arch,
-            "static": asdict(self.static),
+            "static": static,
             "config": asdict(self.config),
         }
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
@@ -54,6 +57,7 @@ class Variant:
         words = [self.family.name, static.dtype, dims]
         if static.gqa_ratio > 1:
             words.append(f"g{static.gqa_ratio}")
-        words += ["causal"] * static.causal + ["lse"] * static.return_lse
-        words.append(f"{config.tile_m}x{config.tile_n}x{config.kv_stages}")
+        words += ["causal"] * static.causal + ["lse"] * static.return_lse + ["det"] * static.deterministic
+        shape = (getattr(config, knob, None) for knob in ("tile_m", "tile_n", "kv_stages"))
+        words.append("x".join(str(size) for size in shape if size is not None))
         return "_".join([*words, self.digest[:8]])
