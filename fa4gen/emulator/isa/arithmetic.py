@@ -39,9 +39,10 @@ def _integer_arithmetic(e: Emitter, i: Instr, m: Mods) -> None:
     elif part == "wide":
         kind_out = f"{kind[0]}{2 * int(kind[1])}"
         product = f"widen({a}, D.{kind_out}) * {b}"
-    elif kind[1] == "4":
+    elif kind[1] in "24":
         kind_out = kind
-        product = f"((widen({a}, D.{kind[0]}8) * {b}) >> c32).astype(D.{kind})"
+        wide, bits = f"D.{kind[0]}{2 * int(kind[1])}", f"c{8 * int(kind[1])}"
+        product = f"((widen({a}, {wide}) * {b}) >> {bits}).astype(D.{kind})"
     else:
         raise e.unsupported("high half of a 64-bit product")
     if i.opcode == "mad":

@@ -262,6 +262,7 @@ NAMESPACE = {name: value for name, value in globals().items() if not name.starts
     "c0": np.uint64(0),
     "c_u4_one": np.uint32(1),
     "c24": np.uint32(24),
+    "c16": np.uint8(16),
     "c32": np.uint8(32),
     "c_offset": np.uint32(0x00FFFFFF),
 }
