@@ -444,6 +444,13 @@ class MeasurerKind(str, Enum):
     CUDA = "cuda"
     REPLAY = "replay"
     MODEL = "model"
+    BOUND = "bound"
+
+
+class PrefilterKind(str, Enum):
+    """What chooses the configs that are worth measuring."""
+
+    MODEL = "model"
 
 
 @app.command()
@@ -455,9 +462,15 @@ def tune(
     measure: Annotated[MeasurerKind, typer.Option("--measure", help="Where times come from.")] = MeasurerKind.CUDA,
     grid_file: Annotated[Path | None, typer.Option("--grid", help="Recorded times, for --measure replay.")] = None,
     devices: Annotated[str, typer.Option("--devices", help="GPUs to measure on: 0,1 or all; one kind.")] = "0",
-    arch: Annotated[str | None, typer.Option("--arch", help="Target of --measure model; else a check.")] = None,
+    prefilter: Annotated[
+        PrefilterKind | None, typer.Option("--prefilter", help="Measure only what is predicted to be fast.")
+    ] = None,
+    arch: Annotated[str | None, typer.Option("--arch", help="Target of --measure model, bound; else a check.")] = None,
     effort: Annotated[str, typer.Option("--effort", help="quick or full.")] = "quick",
-    trials: Annotated[int | None, typer.Option("--trials", min=1, help="Trials a problem.")] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", min=1, help="Trials a problem. Default: by effort; half with --prefilter."),
+    ] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="Seconds a problem.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of every random choice.")] = 0,
     storage: Annotated[str | None, typer.Option("--storage", help="Journal file or Optuna URL of the studies.")] = None,
@@ -475,7 +488,7 @@ def tune(
 
     budgeted = get_effort(effort)
     settings = Settings(
-        effort=replace(budgeted, trials=trials or budgeted.trials),
+        effort=replace(budgeted, trials=trials or budgeted.trials // (2 if prefilter else 1)),
         seed=seed,
         space=SearchSpace.from_file(space) if space else None,
         storage=storage,
@@ -485,6 +498,8 @@ def tune(
     problems = _problems_named(preset, problem, shapes)
     if record is not None and measure is not MeasurerKind.CUDA:
         raise UsageError(f"--record keeps measurements: it needs --measure cuda, not {measure.value}")
+    if prefilter is not None and measure in (MeasurerKind.MODEL, MeasurerKind.BOUND):
+        raise UsageError(f"--prefilter chooses what to measure, and --measure {measure.value} measures nothing")
     if not problems and not from_misses:
         raise UsageError("nothing to tune: give --preset, --problem, --shapes or --from-misses")
     with contextlib.ExitStack() as stack:
@@ -499,10 +514,12 @@ def tune(
         if output is None and measure is MeasurerKind.CUDA:
             output = knobs.tuned_dir() / f"{device.key}.json"
         compiler = None
-        if measurers[0].needs_artifact:
+        if measurers[0].needs_artifact or prefilter is not None:
             from fa4gen.compile import CompilePool
 
             compiler = CompilePool()
+        if prefilter is not None:
+            settings = replace(settings, prefilter=Bench([_predictor(device, fall_back=False)], compiler))
         provenance: dict[str, Any] = {}
         if measure is MeasurerKind.CUDA:
             from fa4gen.measure.cuda import driver_version
@@ -542,12 +559,26 @@ def _measurers(kind: MeasurerKind, grid_file: Path | None, devices: str, arch: s
         from fa4gen.measure.replay import ReplayMeasurer
 
         return [ReplayMeasurer(grid_file, seed)]
-    if kind is MeasurerKind.MODEL:
+    if kind in (MeasurerKind.MODEL, MeasurerKind.BOUND):
         from fa4gen.measure.model import BoundMeasurer
 
         target = get_arch(arch or "sm_90a")
-        return [BoundMeasurer(next(device for device in DEVICES.values() if device.arch == target))]
+        device = next(device for device in DEVICES.values() if device.arch == target)
+        return [BoundMeasurer(device) if kind is MeasurerKind.BOUND else _predictor(device)]
     return _cuda_measurers(devices)
+
+
+def _predictor(device: Device, *, fall_back: bool = True) -> Measurer:
+    """The timing model for ``device``; where there is none the throughput bound, if it may ``fall_back``."""
+    from fa4gen.measure.model import BoundMeasurer, ModelMeasurer
+
+    try:
+        return ModelMeasurer(device)
+    except UsageError as error:
+        if not fall_back:
+            raise
+        note(f"{error}; the throughput bound stands in")
+        return BoundMeasurer(device)
 
 
 def _cuda_measurers(devices: str) -> list[Measurer]:

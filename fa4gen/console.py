@@ -155,10 +155,10 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
         median = f"{us(row.median_us)} {interval(low, high)}"
         how = f"{provenance.samples} samples by {provenance.measurer} on {provenance.device}"
     else:
-        median = us(row.median_us)
+        median = timed(row.median_us, row.source) + (f" {interval(low, high)}" if low < high else "")
         how = f"not measured: by {provenance.measurer} for {provenance.device}"
     if provenance.clock_mhz:
-        how += f" at {provenance.clock_mhz:.0f} MHz"
+        how += f" at {provenance.clock_mhz:.0f} MHz" + ("" if row.source.value == "measured" else " (assumed)")
     versions = ", ".join(f"{name} {version}" for name, version in provenance.versions.items() if "-libs" not in name)
     found: list[tuple[str, Any]] = [
         (row.source.value, f"{median}, {tflops(row.problem, row.median_us)}"),
@@ -169,13 +169,17 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
     if row.runner_up:
         changes = changes_text(row.runner_up.config, default)
         found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
+    if len(row.shortlist) > 1:
+        others = (changes_text(config, default) for config in row.shortlist[1:])
+        found += [("" if index else "measure too", text) for index, text in enumerate(others)]
     return [*found, ("bounded by", efficiency(row, device))]
 
 
 def winners_table(results: Sequence[TuneResult]) -> Group:
     """What a search found: winners with their intervals, what they gained on the default, and what bounds them.
 
-    One measurer and device for all, named in the title; a predicted time says so in its row.
+    One measurer and device for all, named in the title; a predicted time says so in its row, and its interval is an
+    ensemble's, not an error.
     """
     rows = []
     for result in results:
@@ -187,7 +191,7 @@ def winners_table(results: Sequence[TuneResult]) -> Group:
             (
                 str(result.problem),
                 us(result.median_us),
-                interval(*result.interval_us) if result.source.value == "measured" else "-",
+                interval(*result.interval_us) if len(set(result.interval_us)) > 1 else "-",
                 tflops(result.problem, result.median_us),
                 us(result.default_us) if result.default_us else "-",
                 gain,
@@ -197,9 +201,11 @@ def winners_table(results: Sequence[TuneResult]) -> Group:
                 changes_text(result.config, default),
             )
         )
-    columns = ("problem", "median>", "95 % interval", "rate>", "default>", "gain>", "runner-up>", "of its bound>")
+    by, on, what = ("by", "on", "95 % interval")
+    if results[0].source.value == "predicted":
+        by, on, what = ("predicted by", "for", "10-90 % of ensemble")
+    columns = ("problem", "median>", what, "rate>", "default>", "gain>", "runner-up>", "of its bound>")
     table = grid(*columns, "source", "knobs off the default", rows=rows)
-    by, on = ("by", "on") if results[0].source.value == "measured" else ("predicted by", "for")
     title = {f"{r.provenance['measurer']} {on} {r.device.name} ({r.device.key})" for r in results}
     return Group(Text(f"winners {by} " + ", ".join(sorted(title)), style="bold"), table)
 

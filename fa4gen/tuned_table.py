@@ -112,7 +112,7 @@ class _Model(BaseModel):
 class Provenance(_Model):
     """How a row's numbers came about. ``device`` is the product name; ``clock_mhz`` the SM clock while measuring.
 
-    ``measurer`` says what gave the times: "cuda", "replay <grid>" or "model".
+    ``measurer`` says what gave the times: "cuda", "replay <grid>", "bound" or "timing model <ids>".
     """
 
     measurer: str
@@ -151,7 +151,8 @@ class RunnerUp(_Model):
 class Row(_Model):
     """The winner for one problem. Times are microseconds a launch: ``interval_us`` is the median's 95 % interval.
 
-    ``config`` is a config object of ``family``; in the file it is every knob by name.
+    ``config`` is a config object of ``family``; in the file it is every knob by name. A predicted row's interval is its
+    ensemble's 10th to 90th percentile, and ``shortlist`` the configs to measure first.
     """
 
     problem: _Problem
@@ -162,12 +163,18 @@ class Row(_Model):
     runner_up: RunnerUp | None = None
     default_us: _Microseconds | None = None
     source: Source
+    shortlist: tuple[_Config, ...] = ()
     provenance: Provenance
 
     @field_validator("config")
     @classmethod
     def _config_of_family(cls, value: Any, info: ValidationInfo) -> Any:
         return _read_config(value, info.data.get("family", ""))
+
+    @field_validator("shortlist")
+    @classmethod
+    def _shortlist_of_family(cls, value: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        return tuple(_read_config(config, info.data.get("family", "")) for config in value)
 
     @field_validator("runner_up")
     @classmethod
@@ -276,7 +283,7 @@ class TunedTable:
     def dumps(self) -> str:
         """The file's text: a header line, then one row a line."""
         head = f'{{"schema_version": {SCHEMA_VERSION}, "device": {json.dumps(self.device)}, "rows": ['
-        lines = (json.dumps(row.model_dump(mode="json"), ensure_ascii=False) for row in self.rows)
+        lines = (json.dumps(_dump(row), ensure_ascii=False) for row in self.rows)
         return head + ",".join(f"\n{line}" for line in lines) + "\n]}\n"
 
     def save(self, path: Path) -> None:
@@ -366,6 +373,10 @@ class TunedTable:
     def lookup(self, problem: AttentionProblem) -> Resolution:
         """What this table alone gives for ``problem`` on its own device: see :meth:`TunedTables.lookup`."""
         return TunedTables(self.device, ((self, None),)).lookup(problem)
+
+
+def _dump(row: Row) -> dict[str, Any]:
+    return row.model_dump(mode="json", exclude=None if row.shortlist else {"shortlist"})
 
 
 def _parse_device_key(key: str) -> tuple[Arch, int]:

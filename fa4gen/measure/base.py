@@ -91,12 +91,14 @@ def median_interval(samples: tuple[float, ...] | list[float], z: float = 1.96) -
 class Measurer(ABC):
     """Measures variants for one device. ``needs_artifact`` says whether :meth:`measure` wants a compiled object.
 
-    ``name`` says what gives the times ("cuda", "model", a recorded grid): it goes into provenance, and times of
-    measurers with different names are never mixed in one search.
+    ``name`` says what gives the times ("cuda", "bound", a recorded grid): it goes into provenance, and times of
+    measurers with different names are never mixed in one search. ``margin``: a relative difference of times below
+    which they order nothing, however often they are taken; above 0 for predictions.
     """
 
     name: str = "custom"
     needs_artifact: bool = True
+    margin: float = 0.0
 
     @property
     @abstractmethod

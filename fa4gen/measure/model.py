@@ -23,8 +23,9 @@ __all__ = ["BoundMeasurer", "ModelMeasurer"]
 class BoundMeasurer(Measurer):
     """Takes :func:`fa4gen.bound.bound` at ``device``'s maximum clock for the time. Most knobs do not move it."""
 
-    name = "model"
+    name = "bound"
     needs_artifact = False
+    margin = 0.05
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -45,8 +46,8 @@ class BoundMeasurer(Measurer):
 class ModelMeasurer(Measurer):
     """The timing model of :mod:`fa4gen.timing`, for Hopper: its constants were fitted on an H200.
 
-    A measurement's samples are an ensemble's predictions, so their interval is the model's own uncertainty about
-    phases, not its error.
+    A measurement's samples are the members of an ensemble, always in one order, so that members of two variants at the
+    same place have the same constants. They tell the model's own uncertainty about phases, not its error: ``margin``.
 
     Raises:
         UsageError: ``device`` is no sm_90a, or numba is not installed.
@@ -60,11 +61,13 @@ class ModelMeasurer(Measurer):
         except ImportError:
             raise UsageError("the timing model needs numba: pip install 'fa4gen[model]'") from None
         from fa4gen.timing.constants import H200
+        from fa4gen.timing.model import VERSION
 
         self._device = device
         self._constants = H200
         self._traced: dict[str, TracedVariant] = {}
-        self.name = f"timing model {H200.digest}"
+        self.name = f"timing model {VERSION}, constants {H200.digest}"
+        self.margin = 0.05
 
     @property
     def device(self) -> Device:
@@ -74,18 +77,18 @@ class ModelMeasurer(Measurer):
     def measure(
         self, problem: AttentionProblem, variant: Variant, artifact: Artifact | None, *, samples: int = 20
     ) -> Measurement | Failure:
-        """At least ``samples`` predictions, an ensemble's over and over; a failure where the emulator or the path
-        search stops."""
-        from fa4gen.timing.model import ensemble, trace_variant
+        """An ensemble of at least ``samples`` and seven predictions; a failure where the emulator or the path search
+        stops."""
+        from fa4gen.timing.model import MEMBERS, ensemble, trace_variant
 
         assert artifact is not None, "needs_artifact"
         try:
             if variant.digest not in self._traced:
                 self._traced[variant.digest] = trace_variant(artifact, problem, variant.config)
-            predictions = ensemble(self._traced[variant.digest], problem, self._device, self._constants)
+            members = max(samples, MEMBERS)
+            predictions = ensemble(self._traced[variant.digest], problem, self._device, self._constants, members)
         except Fa4genError as error:
-            return Failure(FailureKind.CRASHED, f"no prediction: {error}")
-        times = [prediction.microseconds for prediction in predictions]
-        samples = max(samples, len(times))
+            return Failure(FailureKind.INFEASIBLE, f"no prediction: {error}")
+        times = tuple(prediction.microseconds for prediction in predictions)
         clock = 1000 * float(np.median([prediction.clock_ghz for prediction in predictions]))
-        return Measurement(tuple(np.resize(times, samples).tolist()), Source.PREDICTED, clock_mhz=clock)
+        return Measurement(times, Source.PREDICTED, clock_mhz=round(clock))

@@ -20,13 +20,15 @@ from fa4gen.timing.sass_decode import decode
 from fa4gen.timing.simulator import SmProgram, prepare, simulate
 from fa4gen.timing.trace import trace
 
-__all__ = ["Prediction", "Sample", "TracedVariant", "ensemble", "predict", "trace_variant"]
+__all__ = ["MEMBERS", "VERSION", "Prediction", "Sample", "TracedVariant", "ensemble", "predict", "trace_variant"]
 
 # K/V steps of the simulated CTAs: two lengths give the fixed cost and the slope, beyond the pipeline's start.
 SHORT, LONG = 6, 14
 # Of an ensemble: what its members' constants differ in, and by how much (standard deviation of the logarithm).
 JITTERED = ("mbarrier", "named_barrier", "mma_start", "load_latency", "fresh_latency", "contention", "mufu_contention")
 JITTER = 0.08
+MEMBERS = 7
+VERSION = 1  # of what is simulated; goes with the constants' digest into every prediction's provenance
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def predict(traced: TracedVariant, problem: AttentionProblem, device: Device, co
 
 
 def ensemble(
-    traced: TracedVariant, problem: AttentionProblem, device: Device, constants: Constants, members: int = 7
+    traced: TracedVariant, problem: AttentionProblem, device: Device, constants: Constants, members: int = MEMBERS
 ) -> list[Prediction]:
     """Predictions with constants a little off, the same for every variant; the first with ``constants`` themselves.
 

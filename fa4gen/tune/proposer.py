@@ -37,7 +37,9 @@ KAPPA = 3.0  # lower confidence bound: mean - KAPPA * standard deviation
 class Proposer:
     """Chooses configs of ``problem``. Deterministic: equal arguments, equal proposals.
 
-    ``allowed`` says what may be tried; ``only`` limits the search to those configs (a recorded grid).
+    ``allowed`` says what may be tried; ``only`` limits the search to those configs (a recorded grid). ``predicted``:
+    microseconds of some configs, which then are all that may be tried: the fastest come first, and the model is of what
+    is measured over predicted.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Proposer:
         allowed: Callable[[Config], bool],
         only: Collection[Config] | None = None,
         seed: int = 0,
+        predicted: Mapping[Config, float] | None = None,
     ) -> None:
+        self._predicted = predicted
         self._space = space
         self._problem = problem
         self._allowed = allowed
@@ -71,6 +75,8 @@ class Proposer:
         pool = untried(self._only) if self._only is not None else self._sample(rng, untried)
         if not pool:
             return None
+        if self._predicted is not None:
+            return self._correct(times, pending, pool)
         if len(measured) < STARTUP:
             return pool[rng.integers(len(pool))]
         model = _fit(times, pending, self._space.knobs)
@@ -83,6 +89,27 @@ class Proposer:
         if self._only is None:
             ends = [self._descend(model, untried, *end) for end in ends]
         return min(ends, key=lambda end: end[0])[1]
+
+    def _correct(
+        self, times: Mapping[Config, float | None], pending: Collection[Config], pool: Sequence[Config]
+    ) -> Config | None:
+        """The config of ``pool`` that may be fastest, by its predicted time and what the measured ones were off."""
+        assert self._predicted is not None
+        prior = {config: math.log(us) for config, us in self._predicted.items()}
+        pool = [config for config in pool if config in prior]
+        if not pool:
+            return None
+        held = {config: us for config, us in times.items() if us is not None and config in prior}
+        if len(held) < STARTUP:
+            return min(pool, key=prior.__getitem__)
+        off = np.array([math.log(us) - prior[config] for config, us in held.items()])
+        scale = float(off.std()) or 1e-3
+        model = _Model(self._space.knobs, list(held), (off - off.mean()) / scale)
+        if pending := [config for config in pending if config in prior]:
+            believed, _ = model.predict(pending)
+            model = _Model(self._space.knobs, [*held, *pending], np.append((off - off.mean()) / scale, believed))
+        hopes = np.array([prior[config] for config in pool]) + scale * model.lower_bound(pool)
+        return pool[int(hopes.argmin())]
 
     def _sample(
         self,

@@ -14,19 +14,21 @@ from statistics import NormalDist
 import numpy as np
 
 from fa4gen.config import Config
-from fa4gen.measure.base import Failure, Measurement, Source
+from fa4gen.measure.base import Failure, Measurement, Source, median_interval
 from fa4gen.tune.effort import Effort
 
 __all__ = ["RaceResult", "Standing", "distance", "race", "ratio_interval"]
 
 CONFIDENCE = 0.99  # of each comparison; there are several a race, looked at after every round
-PREDICTED_MARGIN = 0.05  # predictions order configs no better than this
 _Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 @dataclass
 class Standing:
-    """One contender: a median (us) a round it ran in, and all of its measurements."""
+    """One contender: a median (us) a round it ran in, and all of its measurements.
+
+    A predicted measurement is a round a sample: members of an ensemble, each with constants that all contenders share.
+    """
 
     config: Config
     rounds: list[float] = field(default_factory=list)
@@ -41,6 +43,14 @@ class Standing:
     def median_us(self) -> float:
         """Median of every launch."""
         return float(np.median(self.samples_us))
+
+    @property
+    def interval_us(self) -> tuple[float, float]:
+        """95 % confidence interval of the median; of predictions the 10th to the 90th percentile of the ensemble."""
+        if self.measurements[0].source is Source.MEASURED:
+            return median_interval(self.samples_us)
+        low, high = np.percentile(self.samples_us, (10, 90))
+        return float(low), float(high)
 
     @property
     def clock_mhz(self) -> float | None:
@@ -78,15 +88,16 @@ def race(
     measure: Callable[[Config], Measurement | Failure],
     effort: Effort,
     *,
+    margin: float = 0.0,
     keep_going: Callable[[], bool] = lambda: True,
     on_round: Callable[[int, Sequence[Standing]], None] = lambda *_: None,
 ) -> RaceResult | None:
     """Races ``contenders``, best guess first.
 
     A round measures each once; the order rotates. After ``effort.min_rounds``, a contender that is slower than the
-    leader with confidence drops out (predicted times: by more than :data:`PREDICTED_MARGIN`). It ends when the
-    leader is alone, after ``effort.max_rounds``, or when ``keep_going`` says no; of those still in it, the one with
-    fewest knobs off ``default`` wins, then the faster one. A contender that fails is out.
+    leader by more than ``margin`` (of its time) with confidence drops out. It ends when the leader is alone, after
+    ``effort.max_rounds``, or when ``keep_going`` says no; of those still in it, the one with fewest knobs off
+    ``default`` wins, then the faster one. A contender that fails is out.
 
     Returns:
         None if every contender failed.
@@ -101,7 +112,8 @@ def race(
                 running.remove(standing)
                 standings.remove(standing)
             else:
-                standing.rounds.append(result.median_us)
+                predicted = result.source is Source.PREDICTED
+                standing.rounds += result.samples_us if predicted else [result.median_us]
                 standing.measurements.append(result)
         if not running:
             return None
@@ -109,7 +121,7 @@ def race(
         on_round(rounds, running)
         if rounds >= effort.min_rounds:
             leader = min(running, key=_mean_log)
-            running = [s for s in running if s is leader or not _beaten(s, leader)]
+            running = [s for s in running if s is leader or not _beaten(s, leader, margin)]
             if len(running) == 1:
                 break
     winner = min(running, key=lambda s: (distance(s.config, default), _mean_log(s)))
@@ -140,10 +152,9 @@ def _median(values: Sequence[float | None]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _beaten(standing: Standing, leader: Standing) -> bool:
+def _beaten(standing: Standing, leader: Standing, margin: float) -> bool:
     low, _ = ratio_interval(_log_ratios(standing, leader))
-    predicted = leader.measurements[0].source is Source.PREDICTED
-    return low > (math.log1p(PREDICTED_MARGIN) if predicted else 0.0)
+    return low > math.log1p(margin)
 
 
 def _log_ratios(standing: Standing, other: Standing) -> list[float]:

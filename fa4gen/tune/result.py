@@ -12,12 +12,14 @@ import fa4gen
 from fa4gen.arch import Device
 from fa4gen.artifact_cache import toolchain_versions
 from fa4gen.config import Config
-from fa4gen.measure.base import Source, median_interval
+from fa4gen.measure.base import Source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tune.racing import RaceResult
 from fa4gen.tuned_table import Provenance, Row, RunnerUp
 
-__all__ = ["TuneResult"]
+__all__ = ["SHORTLIST", "TuneResult"]
+
+SHORTLIST = 5  # configs that stand beside a predicted winner, itself included: what to measure first
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class TuneResult:
     """The winner for one problem on one device. Times are microseconds a launch, from the race.
 
     Attributes:
-        interval_us: 95 % confidence interval of the median.
+        interval_us: 95 % confidence interval of the median; of a prediction its ensemble's 10th to 90th percentile.
+        shortlist: of a prediction, the configs to measure first, the winner before all; else empty.
         runner_up: the next best config that raced, None if there was none.
         runner_up_gap: its time over the winner's, minus one; slightly negative if the race was a tie.
         default_us: median of the default config, None if it cannot run or was not recorded.
@@ -44,6 +47,7 @@ class TuneResult:
     default_us: float | None
     samples: int
     source: Source
+    shortlist: tuple[Config, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -60,18 +64,20 @@ class TuneResult:
         winner, *others = outcome.standings
         defaults = [s for s in outcome.standings if s.config == default]
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        source = winner.measurements[0].source
         return cls(
             problem=problem,
             device=device,
             family=family,
             config=winner.config,
             median_us=winner.median_us,
-            interval_us=median_interval(winner.samples_us),
+            interval_us=winner.interval_us,
             runner_up=others[0].config if others else None,
             runner_up_gap=outcome.gap(others[0]) if others else None,
             default_us=defaults[0].median_us if defaults else None,
             samples=len(winner.samples_us),
-            source=winner.measurements[0].source,
+            source=source,
+            shortlist=tuple(s.config for s in outcome.standings[:SHORTLIST]) if source is Source.PREDICTED else (),
             provenance={
                 "rounds": outcome.rounds,
                 "tied": len(outcome.tied),
@@ -99,6 +105,7 @@ class TuneResult:
             runner_up=runner_up,
             default_us=self.default_us,
             source=self.source,
+            shortlist=self.shortlist,
             provenance=Provenance(
                 measurer=known["measurer"],
                 device=self.device.name,

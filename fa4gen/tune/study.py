@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "Settings", "nearby_winners", "tune_problem", "tune_problems"]
 
 SEEDS = 3  # winners of neighbouring problems that a search starts from
+POOL = 4  # predicted configs for each trial that is measured afterwards
+KEPT = 0.5  # share of them that may be measured
 SEARCH_SHARE = 0.8  # of a time budget; the race has the rest, and its minimal rounds in any case
 
 
@@ -70,6 +73,9 @@ class Settings:
     ``studies.journal`` in the cache directory. ``budget_s``: wall time a problem. ``record``: a grid file that every
     finished search is added to. A search goes on where one with the same problem, device, measurer, space and kernel
     sources stopped; ``seed`` and ``effort`` may differ.
+
+    ``prefilter``: a bench that predicts. A search on it, of :data:`POOL` times as many trials, comes first; of its
+    configs the faster :data:`KEPT` are what may be measured, by their predicted times.
     """
 
     effort: Effort = QUICK
@@ -78,12 +84,18 @@ class Settings:
     storage: BaseStorage | str | Path | None = None
     budget_s: float | None = None
     record: Path | None = None
+    prefilter: Bench | None = None
 
     def open_storage(self) -> BaseStorage:
         """The storage; see :func:`fa4gen.tune.ledger.open_storage` for what it raises."""
         if isinstance(self.storage, BaseStorage):
             return self.storage
         return open_storage(self.storage or knobs.cache_dir() / "studies.journal")
+
+    def predicting(self) -> Settings:
+        """Those of the search on :attr:`prefilter`."""
+        effort = replace(self.effort, trials=POOL * self.effort.trials)
+        return replace(self, effort=effort, record=None, prefilter=None)
 
 
 def tune_problem(
@@ -106,7 +118,12 @@ def tune_problem(
     """
     if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
         raise UsageError(f"problem {str(problem)!r} is empty: there is nothing to tune")
-    return _Search(problem, bench, settings or Settings(), observer or Observer()).run(seeds)
+    settings, observer, seeds = settings or Settings(), observer or Observer(), list(seeds)
+    search = _Search(problem, bench, settings, observer)
+    if settings.prefilter is not None:
+        pool = _Search(problem, settings.prefilter, settings.predicting(), observer, only=search.only)
+        search.narrow(pool.ranking(seeds))
+    return search.run(seeds)
 
 
 def tune_problems(
@@ -168,9 +185,17 @@ class _Job:
 
 
 class _Search:
-    """The state of one search. ``_lock`` guards all of it; measuring happens outside."""
+    """The state of one search. ``_lock`` guards all of it; measuring happens outside. ``only``: what may be tried, None
+    for the whole space; default what the measurer has times for."""
 
-    def __init__(self, problem: AttentionProblem, bench: Bench, settings: Settings, observer: Observer) -> None:
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        bench: Bench,
+        settings: Settings,
+        observer: Observer,
+        only: Collection[Config] | None = None,
+    ) -> None:
         family = get_family(problem.op, bench.device.arch.name)
         self._problem = problem
         self._bench = bench
@@ -182,10 +207,10 @@ class _Search:
         if self._space.family != family:
             raise UsageError(f"the search space is for {self._space.family.name}, {problem} is run by {family.name}")
         self._default = self._space.default(problem)
-        self._only = self._recorded()
+        self.only = only or self._recorded()
         self._grid = self._open_grid(settings.record)
         self._ledger = Ledger(settings.open_storage(), self._study_name(), self._space, problem)
-        self._proposer = Proposer(self._space, problem, self._allowed, self._only, settings.seed)
+        self._proposer = Proposer(self._space, problem, self._allowed, self.only, settings.seed)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._jobs: deque[_Job] = deque()
@@ -209,6 +234,28 @@ class _Search:
             self._grid.save(self._settings.record)
         self._observer.on_finish(self._problem, finished, trials)
         return finished
+
+    def ranking(self, seeds: Iterable[Config]) -> dict[Config, float]:
+        """Trials without a race: config -> microseconds, fastest first.
+
+        Raises:
+            MeasureError: every trial failed.
+        """
+        self._ledger.adopt()
+        done = len(self._ledger.times())
+        self._observer.on_start(self._problem, done, max(done, self._effort.trials))
+        self._enqueue(seeds)
+        self._search()
+        times = {config: us for config, us in self._ledger.times().items() if us is not None}
+        if not times:
+            raise MeasureError(self._no_winner())
+        return {config: times[config] for config in sorted(times, key=times.__getitem__)}
+
+    def narrow(self, predicted: dict[Config, float]) -> None:
+        """Leaves the faster :data:`KEPT` of the ``predicted`` configs and the default; the proposer's prior."""
+        kept = list(predicted)[: math.ceil(KEPT * len(predicted))]
+        self.only = dict.fromkeys([*kept, *filter(self._allowed, [self._default])])
+        self._proposer = Proposer(self._space, self._problem, self._allowed, self.only, self._settings.seed, predicted)
 
     # --- before -------------------------------------------------------------------------------------------------------
 
@@ -241,7 +288,7 @@ class _Search:
         return grid
 
     def _allowed(self, config: Config) -> bool:
-        return (self._only is None or config in self._only) and self._bench.allows(self._problem, config)
+        return (self.only is None or config in self.only) and self._bench.allows(self._problem, config)
 
     def _finished_result(self) -> TuneResult | None:
         """What an earlier run with this effort found, if no trial was added since."""
@@ -252,7 +299,16 @@ class _Search:
 
     def _stamp(self) -> dict[str, Any]:
         """What a stored result depends on."""
-        return {"effort": asdict(self._effort), "trials": len(self._ledger.times()), "fa4gen": fa4gen.__version__}
+        return {
+            "effort": asdict(self._effort),
+            "prefilter": self._prefilter,
+            "trials": len(self._ledger.times()),
+            "fa4gen": fa4gen.__version__,
+        }
+
+    @property
+    def _prefilter(self) -> str | None:
+        return self._settings.prefilter.measurers[0].name if self._settings.prefilter else None
 
     def _enqueue(self, seeds: Iterable[Config]) -> None:
         known = {*self._ledger.times(), *self._ledger.running(), *self._ledger.waiting()}
@@ -338,6 +394,9 @@ class _Search:
             finalists.append(self._default)
         artifacts = {config: self._bench.start(self._problem, config) for config in dict.fromkeys(finalists)}
         measurer = self._bench.measurers[0]  # one device for all: ratios between devices mean nothing
+        effort = self._effort
+        if measurer.margin:  # predictions: a second round says the same
+            effort = replace(effort, min_rounds=1, max_rounds=1)
 
         def measure(config: Config) -> Measurement | Failure:
             samples = self._effort.race_samples
@@ -347,11 +406,10 @@ class _Search:
             finalists,
             self._default,
             measure,
-            self._effort,
+            effort,
+            margin=measurer.margin,
             keep_going=lambda: not self._over(1.0),
-            on_round=lambda done, running: self._observer.on_round(
-                self._problem, done, self._effort.max_rounds, running
-            ),
+            on_round=lambda done, running: self._observer.on_round(self._problem, done, effort.max_rounds, running),
         )
         if outcome is None:
             raise MeasureError(f"every finalist for {str(self._problem)!r} failed in the race; run again")
@@ -364,6 +422,7 @@ class _Search:
             "measurer": self._bench.measurers[0].name,
             "effort": self._effort.name,
             "seed": self._settings.seed,
+            "prefilter": self._prefilter,
             "trials": len(self._ledger.times()),
             "failures": dict(self._failures()),
             **self._bench.provenance,

@@ -310,22 +310,23 @@ def test_bench_refuses_bad_input_before_it_starts() -> None:
         (("--preset", "demo", "--effort", "huge"), "unknown effort 'huge'"),
         (("--preset", "demo", "--measure", "model", "--space", "absent.yaml"), "cannot read absent.yaml"),
         (("--preset", "demo", "--measure", "model", "--record", "grid.json"), "--record keeps measurements"),
-        (("--measure", "model", "--from-misses"), "no misses are recorded"),
+        (("--preset", "demo", "--measure", "bound", "--prefilter", "model"), "--prefilter chooses what to measure"),
+        (("--measure", "bound", "--from-misses"), "no misses are recorded"),
     ],
 )
 def test_tune_refuses_bad_input(arguments: tuple[str, ...], message: str) -> None:
     fails(1 if "--shapes" in arguments else 2, message, "tune", *arguments)
 
 
-def test_tune_shapes_with_the_model(tmp_path: Path) -> None:
+def test_tune_shapes_with_the_bound(tmp_path: Path) -> None:
     shapes, table = tmp_path / "shapes.txt", tmp_path / "out.json"
     shapes.write_text(
         "# two, one of them twice\nb=1 h=2 s=512 d=64\n\nb=1 h=2 s=512 d=64  # again\nb=1 h=2 s=1024 d=64\n"
     )
-    arguments = ("--shapes", shapes, "--measure", "model", "--trials", "8", "--out", table)
+    arguments = ("--shapes", shapes, "--measure", "bound", "--trials", "8", "--out", table)
     result = run("tune", *arguments)
     assert result.exit_code == 0, result.output
-    assert "winners predicted by model for NVIDIA H200" in result.stdout
+    assert "winners predicted by bound for NVIDIA H200" in result.stdout
     rows = TunedTable.load(table).rows
     assert [str(row.problem) for row in rows] == ["b=1 h=2 s=512 d=64", "b=1 h=2 s=1024 d=64"]
     assert {row.source for row in rows} == {Source.PREDICTED}
@@ -337,16 +338,16 @@ def test_what_was_predicted_never_looks_measured(tmp_path: Path) -> None:
     problem, b200 = "b=1 h=2 s=512 d=64", get_device("b200")
     table = tmp_path / "tuned" / f"{b200.key}.json"
     tuned = run(
-        "tune", "--problem", problem, "--measure", "model", "--arch", "sm_100a", "--trials", "6", "--out", table
+        "tune", "--problem", problem, "--measure", "bound", "--arch", "sm_100a", "--trials", "6", "--out", table
     )
     assert tuned.exit_code == 0, tuned.output
-    assert "winners predicted by model for NVIDIA B200" in tuned.stdout and "us predicted" in tuned.stderr
+    assert "winners predicted by bound for NVIDIA B200" in tuned.stdout and "us predicted" in tuned.stderr
     (row,) = TunedTable.load(table).rows
     assert row.source is Source.PREDICTED and row.family == "flash_fwd_sm100"
     assert console.us(row.interval_us[0]) + "," not in tuned.stdout, "a prediction has no interval"
 
     shown = run("show", problem, "--device", "b200")
-    assert 'predicted row "' in shown.stdout and "not measured: by model for NVIDIA B200" in shown.stdout
+    assert 'predicted row "' in shown.stdout and "not measured: by bound for NVIDIA B200" in shown.stdout
     assert "samples" not in shown.stdout and "predicted, not measured: fa4gen tune" in shown.stderr
     explained = run("table", "explain", problem, "--device", "b200").stdout
     assert "source    predicted" in explained and "a call counts as a miss" in explained
@@ -385,7 +386,7 @@ def test_interrupted_tuning_keeps_what_is_finished(monkeypatch: pytest.MonkeyPat
     measure = BoundMeasurer.measure
     monkeypatch.setattr(BoundMeasurer, "measure", interrupted_at_the_second)
     problems = ("--problem", "b=1 h=2 s=512 d=64", "--problem", "b=1 h=2 s=1024 d=64")
-    result = run("tune", *problems, "--measure", "model", "--trials", "6", "--out", tmp_path / "t.json")
+    result = run("tune", *problems, "--measure", "bound", "--trials", "6", "--out", tmp_path / "t.json")
     assert result.exit_code == 130, result.output
     assert "everything finished is saved" in result.stderr and "b=1 h=2 s=512 d=64" in result.stdout
     assert len(TunedTable.load(tmp_path / "t.json").rows) == 1

@@ -97,9 +97,11 @@ def test_a_contender_that_fails_is_out() -> None:
 
 def test_predictions_within_five_percent_tie() -> None:
     times = {DEFAULT: 104.0, NEAR: 100.0, FAR: 97.0}
-    near = race([FAR, NEAR, DEFAULT], DEFAULT, Track(times, 0, 0.0, Source.PREDICTED), QUICK)
+    near = race([FAR, NEAR, DEFAULT], DEFAULT, Track(times, 0, 0.0, Source.PREDICTED), QUICK, margin=0.05)
     assert near.winner.config in (DEFAULT, NEAR) and FAR in near.tied
-    far = race([FAR, DEFAULT], DEFAULT, Track({DEFAULT: 110.0, FAR: 97.0}, 0, 0.0, Source.PREDICTED), QUICK)
+    far = race(
+        [FAR, DEFAULT], DEFAULT, Track({DEFAULT: 110.0, FAR: 97.0}, 0, 0.0, Source.PREDICTED), QUICK, margin=0.05
+    )
     assert far.winner.config == FAR
 
 

@@ -507,7 +507,7 @@ def test_replay_searches_recorded_configs_only_and_records(tmp_path, settings, k
 def test_predictions_are_marked(settings, known_bad) -> None:
     result = tune_problem(PROBLEM, bench(known_bad, BoundMeasurer(H200)), settings)
     assert result.source is Source.PREDICTED and result.row().source is Source.PREDICTED
-    assert result.row().provenance.measurer == "model"
+    assert result.row().provenance.measurer == "bound"
 
 
 def test_problems_seed_each_other_and_one_without_result_does_not_stop_the_rest(settings, known_bad) -> None:
@@ -562,7 +562,7 @@ def test_a_bench_closes_what_it_was_given(known_bad) -> None:
 def test_a_bench_must_fit(known_bad) -> None:
     with pytest.raises(UsageError, match="needs measurers of one kind of device, got: none"):
         Bench((), None, known_bad)
-    with pytest.raises(UsageError, match=r"fake on NVIDIA H200 .*, model on NVIDIA H200"):
+    with pytest.raises(UsageError, match=r"bound on NVIDIA H200 .*, fake on NVIDIA H200"):
         Bench((FakeMeasurer(LANDSCAPE), BoundMeasurer(H200)), None, known_bad)
     with pytest.raises(UsageError, match="needs compiled kernels, and there is no compiler"):
         Bench((FakeMeasurer(LANDSCAPE, needs_artifact=True),), None, known_bad)
