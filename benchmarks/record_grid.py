@@ -4,8 +4,8 @@
 
 Twelve cells: head dims 64, 128 and (192, 128), full and causal, at 1 k and 8 k keys of 32 k tokens. In each the
 default, configs one to three knobs away from it, and as many at random, over all knobs of the family; both lengths of a
-head dim and mask have the same ones, and so the same kernels. Compiling runs ahead of measuring. The file is saved after
-every cell, with the clock (MHz) of every trial in its provenance; a second run goes on where the first one stopped.
+head dim and mask have the same ones, and so the same kernels. Compiling runs ahead of measuring. The file is saved
+after every cell, with the clock (MHz) of every trial in its provenance; a second run goes on where the first stopped.
 """
 
 from __future__ import annotations
