@@ -12,6 +12,7 @@ __all__ = [
     "FAMILIES",
     "Config",
     "Family",
+    "FlashBwdSm90Config",
     "FlashFwdSm90Config",
     "FlashFwdSm100Config",
     "config_from_dict",
@@ -166,9 +167,47 @@ class FlashFwdSm100Config:
         return cls(tile_n=96, kv_stages=3, epilogue="tma_over_q", exp2_poly_fraction=0.0, **one_tile, **structure)
 
 
-# Any family's config. All have tile_m (rows of Q a CTA), tile_n, kv_stages, exp2_poly_fraction, exp2_poly_degree,
-# rescale_threshold and pack_gqa, and a classmethod default(problem).
-Config = FlashFwdSm90Config | FlashFwdSm100Config
+@dataclass(frozen=True)
+class FlashBwdSm90Config:
+    """Knobs of ``flash_bwd_sm90``: a CTA holds ``tile_n`` keys and walks over the queries that see them.
+
+    Attributes:
+        tile_m: queries a step. More re-read K and V from shared memory less often, against registers: Sᵀ and dPᵀ take
+            tile_m / 2 a thread each, beside dK and dV.
+        tile_n: keys a CTA; each MMA warpgroup owns 64. More read Q and dO, and reduce dQ, less often.
+        q_stages: depth of the ring of Q and LSE. Latency hiding against shared memory.
+        do_stages: the same of dO and Δ.
+        ds_stages: slots of dS. With two, a warpgroup may write its part while another still reads the last one.
+        dq_swap_ab: dQᵀ = Kᵀ dSᵀ in place of dQ = dS K, which a tile_m that is no multiple of 64 needs.
+        exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
+        exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
+        tile_order: "linear" walks key blocks, heads, batches; "longest_first" takes the key blocks that most queries
+            see first, heads in sections whose Q and dO fit the L2.
+        producer_regs: registers a thread of the warpgroup that loads and reduces; the MMA warpgroups get the rest.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+    dq_swap_ab: bool = False
+    exp2_poly_fraction: float = 0.0
+    exp2_poly_degree: int = 3
+    tile_order: str = "linear"
+    producer_regs: int = 24
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> FlashBwdSm90Config:
+        """The config a problem gets before anything was measured for it. Always feasible where any config is."""
+        if max(problem.head_dim, problem.head_dim_v) <= 64:
+            return cls(tile_m=128)
+        return cls(tile_m=64)
+
+
+# Any family's config. All have tile_m, tile_n, exp2_poly_fraction and exp2_poly_degree, those of forward families
+# kv_stages, rescale_threshold and pack_gqa, too, and a classmethod default(problem).
+Config = FlashFwdSm90Config | FlashFwdSm100Config | FlashBwdSm90Config
 
 
 @dataclass(frozen=True)
@@ -196,6 +235,7 @@ FAMILIES = {
     for family in (
         Family("flash_fwd_sm90", "fwd", ("sm_90a",), FlashFwdSm90Config),
         Family("flash_fwd_sm100", "fwd", ("sm_100a", "sm_103a"), FlashFwdSm100Config),
+        Family("flash_bwd_sm90", "bwd", ("sm_90a",), FlashBwdSm90Config),
     )
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fa4gen.arch import Arch
-from fa4gen.config import FAMILIES, Config, Family, FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.config import FAMILIES, Config, Family, FlashBwdSm90Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem, StaticProblem
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "other_registers",
     "p_split",
     "padded",
+    "padded_bwd",
     "smem_bytes",
     "tmem_columns",
 ]
@@ -64,25 +65,29 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
+def padded_bwd(head_dim: int) -> int:
+    """Head dim as the backward's tiles hold it: two halves, one a warpgroup, that are multiples of 16."""
+    return -(-head_dim // 32) * 32
+
+
 def launch_registers(threads: int, arch: Arch) -> int:
     """Registers a thread at launch with one CTA an SM: setmaxnreg redistributes these and no more."""
     return min(arch.registers_per_sm // threads, 256) // 8 * 8
 
 
-def mma_registers(config: FlashFwdSm90Config, arch: Arch) -> int:
+def mma_registers(config: FlashFwdSm90Config | FlashBwdSm90Config, arch: Arch) -> int:
     """Registers a thread of an MMA warpgroup once the producer warpgroup has given its own away.
 
     Roles' registers x warpgroups must stay within launch registers x warpgroups: a kernel that asks for more hangs.
     """
-    warpgroups = config.tile_m // 64
+    warpgroups = (config.tile_n if isinstance(config, FlashBwdSm90Config) else config.tile_m) // 64
     budget = launch_registers(128 * (warpgroups + 1), arch) * (warpgroups + 1)
     return min((budget - config.producer_regs) // warpgroups // 8 * 8, MAX_SETMAXNREG)
 
 
 def smem_bytes(static: StaticProblem, config: Config) -> int:
     """Dynamic shared memory of a CTA, bytes: barriers and row statistics, then operand tiles, each 1 KB aligned."""
-    parts = _smem_sm100(static, config) if isinstance(config, FlashFwdSm100Config) else _smem_sm90(static, config)
-    return sum(_kilobytes(part) for part in parts)
+    return sum(_kilobytes(part) for part in _SMEM_PARTS[type(config)](static, config))
 
 
 def _kilobytes(size: int) -> int:
@@ -138,10 +143,7 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
 def _common_knobs(config: Config, problem: AttentionProblem) -> Iterator[Rejection]:
     if config.tile_order not in ("linear", "longest_first"):
         yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
-    if not 0.0 <= config.exp2_poly_fraction <= 1.0:
-        yield Rejection("exp2_poly_fraction", f"exp2_poly_fraction must be 0 to 1, got {config.exp2_poly_fraction}")
-    if config.exp2_poly_degree not in (3, 4, 5):
-        yield Rejection("exp2_poly_degree", f"exp2_poly_degree must be 3, 4 or 5, got {config.exp2_poly_degree}")
+    yield from _exp2_knobs(config)
     threshold = config.rescale_threshold
     # Half of the exponent range is left to the row sums of P that are rounded to its type.
     if threshold is not None and not 0.0 <= threshold <= MAX_EXPONENT[problem.dtype] / 1.5:
@@ -149,6 +151,20 @@ def _common_knobs(config: Config, problem: AttentionProblem) -> Iterator[Rejecti
             "rescale_threshold",
             f"rescale_threshold must be None or 0 to {MAX_EXPONENT[problem.dtype] / 1.5:g}: P reaches 2^threshold "
             f"and must stay inside {problem.dtype}, got {threshold}",
+        )
+
+
+def _exp2_knobs(config: Config) -> Iterator[Rejection]:
+    if not 0.0 <= config.exp2_poly_fraction <= 1.0:
+        yield Rejection("exp2_poly_fraction", f"exp2_poly_fraction must be 0 to 1, got {config.exp2_poly_fraction}")
+    if config.exp2_poly_degree not in (3, 4, 5):
+        yield Rejection("exp2_poly_degree", f"exp2_poly_degree must be 3, 4 or 5, got {config.exp2_poly_degree}")
+
+
+def _producer_registers(config: FlashFwdSm90Config | FlashBwdSm90Config) -> Iterator[Rejection]:
+    if config.producer_regs % 8 or not MIN_SETMAXNREG <= config.producer_regs <= 128:
+        yield Rejection(
+            "producer_regs", f"producer_regs must be a multiple of 8 from 24 to 128, got {config.producer_regs}"
         )
 
 
@@ -174,10 +190,7 @@ def _pack_gqa(problem: AttentionProblem, config: Config, most: int) -> Iterator[
 
 
 def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch) -> Iterator[Rejection]:
-    if config.producer_regs % 8 or not MIN_SETMAXNREG <= config.producer_regs <= 128:
-        yield Rejection(
-            "producer_regs", f"producer_regs must be a multiple of 8 from 24 to 128, got {config.producer_regs}"
-        )
+    yield from _producer_registers(config)
     available = mma_registers(config, arch)
     scores = config.tile_n // 2
     # P, half as wide, lives beside S unless it goes out through shared memory. The polynomial's temporaries then keep
@@ -343,7 +356,76 @@ def softmax_registers(config: FlashFwdSm100Config) -> int:
     return config.tile_n + SOFTMAX_WORKING_REGISTERS + polynomial
 
 
+# --- flash_bwd_sm90 ---------------------------------------------------------------------------------------------------
+
+# Measured, like WORKING_REGISTERS: what ptxas needs beside accumulators and operands in registers.
+BWD_WORKING_REGISTERS = 28
+
+
+def _smem_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config) -> Iterator[int]:
+    """Barriers, LSE and Δ; K; V; the rings of Q and dO; slots of dS; dQ in fp32."""
+    size = DTYPE_BYTES[static.dtype]
+    head_dim, head_dim_v = padded_bwd(static.head_dim), padded_bwd(static.head_dim_v)
+    stages = config.q_stages + config.do_stages
+    yield (2 + 2 * stages + 2 * config.ds_stages) * 8 + 120 + stages * config.tile_m * 4
+    yield config.tile_n * head_dim * size
+    yield config.tile_n * head_dim_v * size
+    yield config.q_stages * config.tile_m * head_dim * size
+    yield config.do_stages * config.tile_m * head_dim_v * size
+    yield config.ds_stages * config.tile_m * config.tile_n * size
+    yield config.tile_m * head_dim * 4
+
+
+def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch: Arch) -> Iterator[Rejection]:
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(problem, name)
+        if value % 8 or not 8 <= value <= 128:
+            yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 128, got {value}", {name: value})
+    if config.tile_n != 128:
+        yield Rejection("tile_n", f"tile_n must be 128 (64 a warpgroup), got {config.tile_n}")
+    swappable = config.tile_m % 16 == 0 and 16 <= config.tile_m <= 256 and padded_bwd(problem.head_dim) == 128
+    if not (swappable if config.dq_swap_ab else config.tile_m in (64, 128)):
+        yield Rejection(
+            "tile_m",
+            "tile_m must be 64 or 128, or with dq_swap_ab, which needs a head dim of 97 to 128, a multiple of 16, "
+            f"got {config.tile_m}",
+        )
+    for name in ("q_stages", "do_stages", "ds_stages"):
+        value = getattr(config, name)
+        if not 1 <= value <= 4:
+            yield Rejection(name, f"{name} must be 1 to 4, got {value}")
+    if config.tile_order not in ("linear", "longest_first"):
+        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
+    yield from _exp2_knobs(config)
+    yield from _producer_registers(config)
+    accumulators = (padded_bwd(problem.head_dim) + padded_bwd(problem.head_dim_v)) // 2
+    needed = accumulators + config.tile_m // 2 * 2 + config.tile_m // 4 + BWD_WORKING_REGISTERS
+    available = mma_registers(config, arch)
+    if needed > available:
+        yield Rejection(
+            "registers",
+            f"dK, dV, S, dP, P and {BWD_WORKING_REGISTERS} working registers need {needed} a thread, "
+            f"an MMA warpgroup has {available}",
+            {"needed": needed, "available": available},
+        )
+    used = smem_bytes(problem.static, config)
+    if used > arch.smem_per_cta:
+        yield Rejection(
+            "smem",
+            f"K, V, the rings of Q, dO and dS, and dQ need {used} B of shared memory, {arch.name} has "
+            f"{arch.smem_per_cta}",
+            {"needed": used, "available": arch.smem_per_cta},
+        )
+
+
+_SMEM_PARTS: dict[type[Config], Callable[[StaticProblem, Any], Iterator[int]]] = {
+    FlashFwdSm90Config: _smem_sm90,
+    FlashFwdSm100Config: _smem_sm100,
+    FlashBwdSm90Config: _smem_bwd_sm90,
+}
+
 _RULES: dict[str, Callable[[AttentionProblem, Any, Arch], Iterator[Rejection]]] = {
     "flash_fwd_sm90": _flash_fwd_sm90,
     "flash_fwd_sm100": _flash_fwd_sm100,
+    "flash_bwd_sm90": _flash_bwd_sm90,
 }

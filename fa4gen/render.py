@@ -12,7 +12,7 @@ import jinja2
 import yaml
 
 from fa4gen.arch import Arch, get_arch
-from fa4gen.config import FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.config import FlashBwdSm90Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.feasibility import (
     kv_stage_bytes,
     launch_registers,
@@ -20,6 +20,7 @@ from fa4gen.feasibility import (
     other_registers,
     p_split,
     padded,
+    padded_bwd,
     tmem_columns,
 )
 from fa4gen.problem import DTYPE_BYTES, StaticProblem
@@ -46,7 +47,7 @@ def render(variant: Variant) -> str:
     The module defines ``NAME``, ``entry`` (the host function for ``cute.compile``) and ``fake_arguments()``.
     """
     static, config, family = variant.static, variant.config, variant.family
-    packed = config.pack_gqa and static.gqa_ratio > 1
+    packed = getattr(config, "pack_gqa", False) and static.gqa_ratio > 1
     template = _environment().get_template(family.template)
     return template.render(
         asdict(static) | asdict(config) | _CONTEXTS[family.name](static, config, get_arch(variant.arch)),
@@ -89,6 +90,14 @@ def _flash_fwd_sm90(static: StaticProblem, config: FlashFwdSm90Config, arch: Arc
     return {"mma_regs": mma_registers(config, arch)}
 
 
+def _flash_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config, arch: Arch) -> dict[str, Any]:
+    return {
+        "mma_regs": mma_registers(config, arch),
+        "d_padded": padded_bwd(static.head_dim),
+        "dv_padded": padded_bwd(static.head_dim_v),
+    }
+
+
 def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: Arch) -> dict[str, Any]:
     at_launch = launch_registers(128 * (config.q_stages + 2), arch)
     return {
@@ -105,4 +114,5 @@ def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: A
 _CONTEXTS: dict[str, Callable[[StaticProblem, Any, Arch], dict[str, Any]]] = {
     "flash_fwd_sm90": _flash_fwd_sm90,
     "flash_fwd_sm100": _flash_fwd_sm100,
+    "flash_bwd_sm90": _flash_bwd_sm90,
 }

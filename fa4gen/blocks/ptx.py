@@ -95,3 +95,27 @@ def tcgen05_fence_before(*, loc=None, ip=None):
 def tcgen05_fence_after(*, loc=None, ip=None):
     """Orders the tcgen05 operations that follow after the synchronisation before it."""
     _asm(None, [], "tcgen05.fence::after_thread_sync;", "", loc, ip, volatile=True)
+
+
+@dsl_user_op
+def bulk_reduce_add(target: cute.Pointer, source: cute.Pointer, size: int, *, loc=None, ip=None):
+    """Adds ``size`` bytes of fp32 in shared memory to global memory, asynchronously: one bulk operation of this thread.
+
+    Addresses and size are multiples of 16 bytes. Belongs to the thread's current bulk group.
+    """
+    operands = [p.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip) for p in (target, source)]
+    operands.append(Int32(size).ir_value(loc=loc, ip=ip))
+    text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+    _asm(None, operands, text, "l,r,r", loc, ip, volatile=True)
+
+
+@dsl_user_op
+def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None):
+    """Copies ``size`` contiguous bytes from global to shared memory, asynchronously; they count at the mbarrier.
+
+    Addresses and size are multiples of 16 bytes. One thread calls it.
+    """
+    operands = [p.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip) for p in (target, source, barrier)]
+    operands.insert(2, Int32(size).ir_value(loc=loc, ip=ip))
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm(None, operands, text, "r,l,r,r", loc, ip, volatile=True)

@@ -12,12 +12,15 @@ def _swizzle(extent: int) -> int:
     return next(span for span in (128, 64, 32) if extent % (span // 2) == 0)
 
 
-def smem_layout_k_major(dtype, rows: int, columns: int, stages: int, stage_stride: int = 0) -> cute.ComposedLayout:
+def smem_layout_k_major(
+    dtype, rows: int, columns: int, stages: int, stage_stride: int = 0, swizzled: int = 0
+) -> cute.ComposedLayout:
     """(rows, columns, stages), columns contiguous: Q, K, P and O tiles.
 
-    ``stage_stride``: elements from one stage to the next; 0 packs them.
+    ``stage_stride``: elements from one stage to the next; 0 packs them. ``swizzled``: columns that an MMA takes at
+    once, where not all: the swizzle's span divides them.
     """
-    kind = {128: "K_SW128", 64: "K_SW64", 32: "K_SW32"}[_swizzle(columns)]
+    kind = {128: "K_SW128", 64: "K_SW64", 32: "K_SW32"}[_swizzle(swizzled or columns)]
     atom = wg.make_smem_layout_atom(getattr(wg.SmemLayoutAtomKind, kind), dtype)
     layout = cute.tile_to_shape(atom, (rows, columns, 1), order=(0, 1, 2))
     outer = cute.make_layout(
@@ -45,6 +48,16 @@ def make_pv_mma(dtype, head_dim_v: int, p_in_registers: bool) -> cute.TiledMma:
     """O (64, head_dim_v) += P V for one warpgroup, V from shared memory."""
     source = wg.OperandSource.RMEM if p_in_registers else wg.OperandSource.SMEM
     op = wg.MmaF16BF16Op(dtype, Float32, (64, head_dim_v, 16), source, OperandMajorMode.K, OperandMajorMode.MN)
+    return cute.make_tiled_mma(op, (1, 1, 1))
+
+
+def make_mma(
+    dtype, columns: int, *, a_in_registers: bool = False, a_k_major: bool = True, b_k_major: bool = True
+) -> cute.TiledMma:
+    """(64, columns) = A·B for one warpgroup, B and by default A in shared memory."""
+    source = wg.OperandSource.RMEM if a_in_registers else wg.OperandSource.SMEM
+    majors = [OperandMajorMode.K if k_major else OperandMajorMode.MN for k_major in (a_k_major, b_k_major)]
+    op = wg.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, *majors)
     return cute.make_tiled_mma(op, (1, 1, 1))
 
 

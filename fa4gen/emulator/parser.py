@@ -120,7 +120,7 @@ class Kernel:
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(\d+)\s+([\w$]+)(?:\[(\d+)\])?")
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(\d+)\s+(?:\.ptr[\s.\w]*\s)?([\w$]+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)(?:\[(\d*)\])?\s*;")
 _STATEMENT = re.compile(r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[\w$%]+)\s*:(?!:)|(?P<text>[^;]*?);)", re.S)
 _TOKEN = re.compile(r"[%$\w.]+|[\[\]{},|!+\-]")
