@@ -33,10 +33,14 @@ __all__ = [
     "AccuracyReport",
     "Expected",
     "Tolerance",
+    "boxes",
+    "by_row",
     "check",
     "default_scale",
     "expect",
+    "largest",
     "make_inputs",
+    "masked_rows",
     "poisoned_outputs",
     "reference",
     "sample_rows",
@@ -172,7 +176,7 @@ def sample_rows(problem: AttentionProblem, seed: int = 0, max_scores: int = 1 <<
         return torch.arange(p.seqlen_q)
     starts = torch.arange(0, p.seqlen_q, _BLOCK)
     offsets = torch.randint(0, _BLOCK, starts.shape, generator=torch.Generator().manual_seed(seed))
-    edge = _masked_rows(p)
+    edge = masked_rows(p)
     windows = [torch.arange(first, first + 16) for first in (0, edge - 8, p.seqlen_q - 16)]
     return torch.cat([starts + offsets, *windows]).clamp(0, p.seqlen_q - 1).unique()
 
@@ -196,7 +200,7 @@ def expect(
     out = empty(p.batch, len(rows), p.heads, p.head_dim_v)
     lse = empty(p.batch, p.heads, len(rows))
     spread = empty(p.batch, len(rows), p.heads)  # sum_j w_j^2 ||v_j||^2
-    for bs, ks, rs in _boxes(p, len(rows)):
+    for bs, ks, rs in boxes(p, len(rows), p.seqlen_k, group):
         hs = slice(ks.start * group, ks.stop * group)
         # Query heads of one K/V head and rows become one dimension: b hk (g n) d against b hk sk d.
         qb = q[bs, rows[rs], hs].double().unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -208,8 +212,8 @@ def expect(
         box_lse = scores.logsumexp(-1)
         weights = scores.sub_(box_lse.masked_fill(box_lse == -math.inf, 0.0).unsqueeze(-1)).exp_()
         lse[bs, hs, rs] = box_lse.unflatten(2, (group, -1)).flatten(1, 2)
-        out[bs, rs, hs] = _by_row(weights @ vb, group)
-        spread[bs, rs, hs] = _by_row(weights.square_() @ vb.square().sum(-1, keepdim=True), group).squeeze(-1)
+        out[bs, rs, hs] = by_row(weights @ vb, group)
+        spread[bs, rs, hs] = by_row(weights.square_() @ vb.square().sum(-1, keepdim=True), group).squeeze(-1)
     tolerance, dtype = TOLERANCES[p.dtype], torch.finfo(TORCH_DTYPES[p.dtype])
     limit = tolerance.margin * (tolerance.unit + tolerance.slack) * (spread + out.square().sum(-1)).sqrt()
     subnormal = dtype.tiny * dtype.eps * math.sqrt(p.head_dim_v)  # the least that O can be off by
@@ -222,9 +226,9 @@ def check(out: Tensor, lse: Tensor | None, expected: Expected) -> AccuracyReport
     Errors are measured in the expected rows; that a value is finite, or exactly what a row without keys has, in all.
     """
     p, rows = expected.problem, expected.rows
-    masked = _masked_rows(p)
+    masked = masked_rows(p)
     error = torch.linalg.vector_norm(out[:, rows].double() - expected.out, dim=-1)
-    worst, at = _largest(error / expected.limit)
+    worst, at = largest(error / expected.limit)
     faults = []
     if not math.isfinite(worst) or not bool(out.isfinite().all()):
         worst = math.inf
@@ -260,7 +264,7 @@ def _check_lse(lse: Tensor, expected: Expected, masked: int) -> tuple[float, str
     want = expected.lse[..., visible]
     error = (lse[..., rows[visible]].double() - want).abs()
     limit = tolerance.lse_atol + tolerance.lse_rtol * want.abs()
-    worst, at = _largest(error / limit)
+    worst, at = largest(error / limit)
     if worst <= 1:
         return worst, ""
     row = int(rows[visible][at[2]])
@@ -270,7 +274,7 @@ def _check_lse(lse: Tensor, expected: Expected, masked: int) -> tuple[float, str
     )
 
 
-def _largest(ratios: Tensor) -> tuple[float, tuple[int, ...]]:
+def largest(ratios: Tensor) -> tuple[float, tuple[int, ...]]:
     """The largest value of a three-dimensional tensor and where it is. NaN counts as largest; 0 for an empty one."""
     if not ratios.numel():
         return 0.0, (0,) * ratios.ndim
@@ -279,24 +283,24 @@ def _largest(ratios: Tensor) -> tuple[float, tuple[int, ...]]:
     return float(ratios[at]), at
 
 
-def _masked_rows(problem: AttentionProblem) -> int:
+def masked_rows(problem: AttentionProblem) -> int:
     """How many rows, from the first on, see no key."""
     if not problem.seqlen_k:
         return problem.seqlen_q
     return max(0, problem.seqlen_q - problem.seqlen_k) if problem.causal else 0
 
 
-def _by_row(x: Tensor, group: int) -> Tensor:
+def by_row(x: Tensor, group: int) -> Tensor:
     """(b, hk, group * n, d) to (b, n, hk * group, d)."""
     return x.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _boxes(problem: AttentionProblem, rows: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices over batches, K/V heads and rows, which tile all scores. None of scores, K and V of a box has more than
-    about ``_BOX_SCORES`` elements."""
+def boxes(problem: AttentionProblem, rows: int, columns: int, group: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices over batches, K/V heads and rows, which tile all scores: ``group`` times ``rows`` by ``columns`` a head.
+    None of scores and operands of a box has more than about ``_BOX_SCORES`` elements."""
     p = problem
-    row_step = max(1, min(rows, _BOX_SCORES // max(1, p.seqlen_k * p.gqa_ratio)))
-    head_size = max(1, p.seqlen_k) * max(p.gqa_ratio * row_step, p.head_dim, p.head_dim_v)
+    row_step = max(1, min(rows, _BOX_SCORES // max(1, columns * group)))
+    head_size = max(1, columns) * max(group * row_step, p.head_dim, p.head_dim_v)
     head_step = max(1, min(p.heads_kv, _BOX_SCORES // head_size))
     batch_step = max(1, min(p.batch, _BOX_SCORES // (head_size * head_step)))
     for batch in range(0, p.batch, batch_step):

@@ -1,4 +1,4 @@
-"""Attention on torch tensors: validation, allocation, the torch.compile operator.
+"""Attention on torch tensors: validation, allocation, the torch.compile operator. Gradients: :mod:`fa4gen.autograd`.
 
 A call costs one dictionary look-up, the outputs' allocation and the launch. The key holds shapes, q's dtype and device
 and the flags. Strides, addresses, dtypes and devices are checked by the compiled function itself at every call (but the
@@ -11,15 +11,15 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fa4gen import dispatch
+from fa4gen import autograd, dispatch
 from fa4gen.errors import UnsupportedProblem, UsageError
-from fa4gen.problem import AttentionProblem, StaticProblem
+from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ DEVICE_TYPE = "cuda"  # tests replace it, to run everything but the kernel on CP
 
 # Shapes of a serving process may never repeat (seqlen_k grows by one a step): then the plans are dropped and rebuilt.
 MAX_PLANS = 4096
-
-_NO_BACKWARD = "attention has no backward yet and an input requires grad: detach it, or call under torch.no_grad()"
+_NO_OUTPUTS = (
+    "an input requires grad and autograd cannot record writing to out= or lse=: leave them out, or use no_grad()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ def attention(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """softmax(softmax_scale · q kᵀ) v on the current stream, forward only.
+    """softmax(softmax_scale · q kᵀ) v on the current stream, with a gradient for q, k and v where autograd records.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, on a CUDA device.
@@ -88,27 +90,36 @@ def attention(
         return_lse: also return log Σ exp (natural), (batch, heads, seqlen_q) fp32.
         out: where to write O, (batch, seqlen_q, heads, head_dim_v); by default a new contiguous tensor.
         lse: where to write LSE; needs ``return_lse``.
+        deterministic: the gradients have the same bits every time; by default what
+            ``torch.use_deterministic_algorithms`` says at the call. O and LSE always have.
 
     Returns:
-        O, or (O, LSE). A query that sees no key has O = 0 and LSE = -inf.
+        O, or (O, LSE). A query that sees no key has O = 0 and LSE = -inf, and a gradient of 0.
+
+    LSE has no gradient: a loss that depends on it raises in the backward pass (under torch.compile it is detached).
+    Neither have the gradients: there is no second derivative.
 
     The first call of a kind may compile (logged as a warning) or load a kernel; :func:`warmup` does both ahead and
     makes the call safe under CUDA graph capture.
 
     Raises:
-        UnsupportedProblem: the tensors break a rule above, or need a gradient.
+        UnsupportedProblem: the tensors break a rule above, or ``out`` or ``lse`` is given where autograd records.
         CompileError: the kernel does not compile.
         NoDeviceError: no kernel family runs on the device.
         TableError: a tuned table cannot be read.
     """
     if _is_compiling():
-        return _traced(q, k, v, causal, softmax_scale, return_lse, out, lse)
+        return _traced(q, k, v, causal, softmax_scale, return_lse, out, lse, deterministic)
+    plan: _Plan | None
     try:
-        plan = _plans[q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse]
         if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise UnsupportedProblem(_NO_BACKWARD)
+            plan = None
+        else:
+            plan = _plans[q.shape, k.shape, v.shape, q.dtype, q.get_device(), causal, softmax_scale, return_lse]
     except (KeyError, AttributeError, TypeError):  # a new shape; no tensors, or a flag that cannot be a key
         plan = _make_plan(q, k, v, causal, softmax_scale, return_lse)
+    if plan is None:
+        return _with_gradient(q, k, v, causal, softmax_scale, return_lse, out, lse, deterministic)
     if plan.miss is not None:
         plan.miss.calls += 1
     if out is None:
@@ -141,14 +152,17 @@ def warmup(
     *what: AttentionProblem | str | torch.Tensor,
     causal: bool = False,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     device: int | None = None,
 ) -> None:
     """Compiles and loads what later calls need, so that they only launch, also under CUDA graph capture.
 
     Args:
-        what: problems, as objects or text ("b=2 h=16 s=4096 d=128 causal"), or exactly q, k and v.
+        what: problems, as objects or text ("b=2 h=16 s=4096 d=128 causal", "... op=bwd"), or exactly q, k and v; where
+            one of these requires grad, its backward is warmed up as well.
         causal: as in :func:`attention`, with q, k and v.
         return_lse: likewise.
+        deterministic: likewise.
         device: CUDA device index for problems; the current one by default.
 
     A kernel loaded here is launched once, on one token and the current stream: only then is its code on the device.
@@ -160,6 +174,11 @@ def warmup(
         if len(what) != 3:
             raise UsageError(f"warmup takes problems, or the three tensors q, k and v; got {len(what)} arguments")
         problems = [_validate(*what, causal, None, return_lse)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in what if isinstance(t, torch.Tensor)):
+            problems = [
+                replace(problems[0], return_lse=True),
+                replace(problems[0], op="bwd", return_lse=False, deterministic=_resolved(deterministic)),
+            ]
         index = what[0].get_device()
     else:
         problems = [p if isinstance(p, AttentionProblem) else AttentionProblem.parse(str(p)) for p in what]
@@ -170,22 +189,46 @@ def warmup(
             variant = chosen.variant(problem)
             if not chosen.loaded(variant):
                 kernel = chosen.kernel(variant, at_call_time=False)
-                _launch_once(kernel, variant.static, chosen.device.sm_count, index)
+                _launch_once(kernel, variant, chosen.device.sm_count, index)
 
 
-def _launch_once(kernel: Kernel, static: StaticProblem, num_sms: int, index: int) -> None:
+def _launch_once(kernel: Kernel, variant: Variant, num_sms: int, index: int) -> None:
     device = torch.device(DEVICE_TYPE, index) if index >= 0 else torch.device(DEVICE_TYPE)
+    static = variant.static
     dtype = TORCH_DTYPES[static.dtype]
     q, o = (
         torch.zeros(1, 1, static.gqa_ratio, dim, dtype=dtype, device=device)
         for dim in (static.head_dim, static.head_dim_v)
     )
-    k, v = q[:, :, :1], o.new_zeros(1, 1, 1, static.head_dim_v)
-    lse = [torch.zeros(1, static.gqa_ratio, 1, device=device)] if static.return_lse else []
-    kernel(q, k, v, o, *lse, 1.0, num_sms)
+    k, v = q[:, :, :1].contiguous(), o[:, :, :1].contiguous()
+    lse = torch.zeros(1, static.gqa_ratio, 1, device=device)
+    if static.op == "bwd":
+        autograd.launch_once(kernel, variant, (q, k, v, o, o, lse), num_sms)
+    else:
+        kernel(q, k, v, o, *[lse] * static.return_lse, 1.0, num_sms)
 
 
 # --- the slow path ----------------------------------------------------------------------------------------------------
+
+
+def _resolved(deterministic: bool | None) -> bool:
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(deterministic, bool):
+        raise UnsupportedProblem(f"deterministic must be a bool or None, got {deterministic!r}")
+    return deterministic
+
+
+def _with_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool,
+    out: torch.Tensor | None, lse: torch.Tensor | None, deterministic: bool | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+    """:func:`attention` where autograd records."""
+    if out is not None or lse is not None:
+        raise UnsupportedProblem(_NO_OUTPUTS)
+    arguments = (q, k, v, causal, softmax_scale, return_lse, _resolved(deterministic))
+    result: torch.Tensor | tuple[torch.Tensor, ...] = autograd.Attention.apply(attention, *arguments)
+    return result
 
 
 def _make_plan(
@@ -271,8 +314,6 @@ def _faults(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse:
         yield f"softmax_scale must be positive and finite, got {softmax_scale}"
     for name, t in (("q", q), ("k", k), ("v", v)):
         yield from _tensor_faults(name, t)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        yield _NO_BACKWARD
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             yield f"q and {name} must have one dtype, got {q.dtype} and {t.dtype}: cast {name}"
@@ -316,7 +357,7 @@ def _check_output(name: str, t: Any, shape: tuple[int, ...], q: torch.Tensor) ->
         got = f"{tuple(t.shape)} {t.dtype} on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise UnsupportedProblem(f"{name} must be a {tuple(shape)} {dtype} tensor on {q.device}, got {got}")
     if t.requires_grad:
-        raise UnsupportedProblem(f"{name} requires grad and attention has no backward yet: give a plain tensor")
+        raise UnsupportedProblem(f"{name} requires grad and autograd cannot record writing to it: give a plain tensor")
     if name == "lse" and not t.is_contiguous():
         raise UnsupportedProblem(f"lse must be contiguous, got strides {t.stride()}")
     if name == "out" and any(n > 1 and s == 0 for n, s in zip(shape, t.stride(), strict=True)):
@@ -332,35 +373,43 @@ def _check_output(name: str, t: Any, shape: tuple[int, ...], q: torch.Tensor) ->
 @torch.library.custom_op(
     "fa4gen::attention_forward",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, bool deterministic) "
+    "-> (Tensor, Tensor)",
 )
 def _attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: bool, softmax_scale: float | None, return_lse: bool, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """O and LSE, which is empty without ``return_lse``. The gradient needs ``return_lse``, heeds ``deterministic``."""
     result: Any = attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse)
     return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
 @_attention_forward.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    causal: bool, softmax_scale: float | None, return_lse: bool, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, seqlen_q, heads, _ = q.shape
     lse_shape = (batch, heads, seqlen_q) if return_lse else (0,)
     return q.new_empty(batch, seqlen_q, heads, v.shape[3]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
+_attention_forward.register_autograd(autograd.backward_of_operator, setup_context=autograd.save_for_operator)
+
+
 def _traced(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    o, sums = torch.ops.fa4gen.attention_forward(q, k, v, causal, softmax_scale, return_lse)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, return_lse: bool,
+    out: torch.Tensor | None, lse: torch.Tensor | None, deterministic: bool | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+    recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if recorded and (out is not None or lse is not None):
+        raise UnsupportedProblem(_NO_OUTPUTS)
+    o, sums = torch.ops.fa4gen.attention_forward(
+        q, k, v, causal, softmax_scale, return_lse or recorded, _resolved(deterministic)
+    )
+    if recorded:  # the compiled backward takes a gradient for every output that has one, used or not
+        sums = sums.detach()
     o = o if out is None else out.copy_(o)
     sums = sums if lse is None else lse.copy_(sums)
     return (o, sums) if return_lse else o
