@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fa4gen.accuracy import AccuracyReport, check, default_scale, expect, make_inputs, poisoned_outputs, sample_rows
+from fa4gen.accuracy import AccuracyReport
 from fa4gen.arch import ARCHS, DEVICES, Device
 from fa4gen.artifact_cache import Artifact
+from fa4gen.case import Case
 from fa4gen.compile import load_kernel
+from fa4gen.config import Config
 from fa4gen.errors import MeasureError, NoDeviceError
 from fa4gen.measure.base import Failure, FailureKind, Measurement, Measurer
 from fa4gen.measure.worker import EngineFault, Worker, WorkerDied, WorkerHung
@@ -163,30 +164,42 @@ class _Refused(Exception):
     """The kernel cannot be loaded or launched; the context is sound."""
 
 
-class _Case:
-    """A problem with ``sets`` sets of inputs, outputs and the expected result of the first set, on ``device``."""
+class _Cases:
+    """A problem on ``device``: ``sets`` sets of inputs, one of outputs, and what the first set should give."""
 
     def __init__(self, problem: AttentionProblem, kind: str, seed: int, sets: int, device: str) -> None:
         if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
             raise MeasureError(f"{problem} is empty: there is nothing to run")
         self.problem = problem
-        self.scale = default_scale(problem)
-        self.inputs = [make_inputs(problem, kind, seed + i, device) for i in range(sets)]
-        self.out, self.lse = poisoned_outputs(problem, device)
-        self.outputs = (self.out,) if self.lse is None else (self.out, self.lse)
-        self.expected = expect(*self.inputs[0], problem, self.scale, sample_rows(problem, seed))
+        self._first, *others = (Case.make(problem, kind, seed + i, device) for i in range(sets))
+        self._inputs = [case.inputs for case in (self._first, *others)]
+        self._expected = self._first.expect(seed)
 
-    def verify(self, kernel: Callable[..., Any], num_sms: int) -> AccuracyReport:
-        """Launches once on the first inputs, into poisoned outputs."""
-        for output in self.outputs:
-            output.fill_(math.nan)
+    def verify(self, kernel: Callable[..., Any], config: Config | None, num_sms: int) -> AccuracyReport:
+        """Launches once on the first inputs, into poisoned outputs; twice if it must be deterministic."""
+        self._launch(kernel, config, num_sms)
+        report = self._first.check(self._expected)
+        if not (report.ok and self.problem.deterministic):
+            return report
+        outputs = {name: output.clone() for name, output in self._first.outputs.items()}
+        self._launch(kernel, config, num_sms)
+        for name, output in self._first.outputs.items():
+            if not torch.equal(output, outputs[name]):
+                return dataclasses.replace(report, ok=False, message=f"{name} differs between two launches")
+        return report
+
+    def _launch(self, kernel: Callable[..., Any], config: Config | None, num_sms: int) -> None:
+        self._first.poison()
         with _kernel_errors():
-            kernel(*self.inputs[0], *self.outputs, self.scale, num_sms)
-        return check(self.out, self.lse, self.expected)
+            self.launches(kernel, config, num_sms, 1)[0]()
 
-    def launches(self, kernel: Callable[..., Any], num_sms: int, count: int) -> list[Callable[[], Any]]:
-        """``count`` launches that rotate among the inputs."""
-        calls = [functools.partial(kernel, *tensors, *self.outputs, self.scale, num_sms) for tensors in self.inputs]
+    def launches(
+        self, kernel: Callable[..., Any], config: Config | None, num_sms: int, count: int
+    ) -> list[Callable[[], Any]]:
+        """``count`` launches that rotate among the inputs. They share the outputs and, if any, the workspace."""
+        workspace = self._first.workspace(config)
+        rest = [*self._first.outputs.values(), *([] if workspace is None else [workspace]), self._first.scale, num_sms]
+        calls = [functools.partial(kernel, *inputs.values(), *rest) for inputs in self._inputs]
         return [calls[i % len(calls)] for i in range(count)]
 
 
@@ -201,7 +214,7 @@ class CudaEngine:
         self._timer = DeviceTimer(index)
         self._kernels: dict[Path, Callable[..., Any]] = {}
         self._reports: dict[tuple[Path, AttentionProblem], AccuracyReport] = {}
-        self._case = functools.lru_cache(maxsize=6)(functools.partial(_Case, device=self.torch_device))
+        self._case = functools.lru_cache(maxsize=6)(functools.partial(_Cases, device=self.torch_device))
 
     def describe(self) -> Device:
         """The device it runs on."""
@@ -223,27 +236,33 @@ class CudaEngine:
         except torch.OutOfMemoryError as error:
             raise MeasureError(f"{problem} does not fit the memory of {self._device.name}: {error}") from None
 
-    def measure(self, problem: AttentionProblem, artifact: Artifact, samples: int) -> Measurement | Failure:
+    def measure(
+        self, problem: AttentionProblem, artifact: Artifact, samples: int, config: Config | None = None
+    ) -> Measurement | Failure:
         """Checks the kernel at its first call for ``problem``, then times at least ``samples`` launches.
+
+        ``config`` sizes the workspace of a backward kernel; a forward one has none.
 
         Raises:
             EngineFault: the kernel broke the CUDA context.
         """
         try:
-            report = self._check(problem, artifact)
+            report = self._check(problem, artifact, config)
             if not report.ok:
                 return Failure(FailureKind.WRONG, report.message)
             with _kernel_errors():
-                timing = self._time(problem, self._kernel(artifact), samples)
+                timing = self._time(problem, self._kernel(artifact), config, samples)
         except _Refused as refusal:
             return Failure(FailureKind.LAUNCH, str(refusal))
         extra = {"relative_error": report.relative_error, "of_limit": max(report.worst, report.worst_lse)}
         return Measurement(timing.samples_us, clock_mhz=timing.clock_mhz, power_w=timing.power_w, extra=extra)
 
-    def verify(self, problem: AttentionProblem, artifact: Artifact, kind: str, seed: int) -> AccuracyReport | Failure:
-        """Runs the kernel once on inputs of ``kind``. Raises EngineFault like :meth:`measure`."""
+    def verify(
+        self, problem: AttentionProblem, artifact: Artifact, kind: str, seed: int, config: Config | None = None
+    ) -> AccuracyReport | Failure:
+        """Runs the kernel on inputs of ``kind``. ``config``, and EngineFault, as in :meth:`measure`."""
         try:
-            return self._case(problem, kind, seed, 1).verify(self._kernel(artifact), self._device.sm_count)
+            return self._case(problem, kind, seed, 1).verify(self._kernel(artifact), config, self._device.sm_count)
         except _Refused as refusal:
             return Failure(FailureKind.LAUNCH, str(refusal))
 
@@ -253,34 +272,36 @@ class CudaEngine:
                 self._kernels[artifact.path] = load_kernel(artifact)
         return self._kernels[artifact.path]
 
-    def _timed_case(self, problem: AttentionProblem) -> _Case:
+    def _timed_case(self, problem: AttentionProblem) -> _Cases:
         return self._case(problem, "normal", 0, 3 if problem.hbm_bytes < ROTATE_BYTES else 1)
 
-    def _ragged_cases(self, problem: AttentionProblem) -> list[_Case]:
+    def _ragged_cases(self, problem: AttentionProblem) -> list[_Cases]:
         """Small problems of lengths no tile divides, for the same kernel: the artifact serves every length."""
         ragged = dataclasses.replace(
             problem, batch=2, heads=2 * problem.gqa_ratio, heads_kv=2, seqlen_q=333, seqlen_k=517
         )
         return [self._case(ragged, kind, 0, 1) for kind in ("normal", "peaked")]
 
-    def _check(self, problem: AttentionProblem, artifact: Artifact) -> AccuracyReport:
+    def _check(self, problem: AttentionProblem, artifact: Artifact, config: Config | None) -> AccuracyReport:
         """The first report that is not ok, or that of ``problem`` itself."""
         key = (artifact.path, problem)
         if key not in self._reports:
             kernel, num_sms = self._kernel(artifact), self._device.sm_count
             for case in (*self._ragged_cases(problem), self._timed_case(problem)):
-                report = self._reports[key] = case.verify(kernel, num_sms)
+                report = self._reports[key] = case.verify(kernel, config, num_sms)
                 if not report.ok:
                     self._reports[key] = dataclasses.replace(report, message=f"{case.problem}: {report.message}")
                     break
         return self._reports[key]
 
-    def _time(self, problem: AttentionProblem, kernel: Callable[..., Any], samples: int) -> Timing:
+    def _time(
+        self, problem: AttentionProblem, kernel: Callable[..., Any], config: Config | None, samples: int
+    ) -> Timing:
         case = self._timed_case(problem)
-        warm = self._timer.time(case.launches(kernel, self._device.sm_count, 3))
+        warm = self._timer.time(case.launches(kernel, config, self._device.sm_count, 3))
         wanted = BUDGET_US / np.median(warm.samples_us)
         count = int(np.clip(wanted, samples, MAX_FACTOR * samples))
-        return self._timer.time(case.launches(kernel, self._device.sm_count, count))
+        return self._timer.time(case.launches(kernel, config, self._device.sm_count, count))
 
 
 @contextmanager
@@ -342,13 +363,20 @@ class CudaMeasurer(Measurer):
         if artifact is None:
             raise MeasureError(f"{variant.name} has no artifact: measuring on a device needs one")
         self._call("prepare", problem, timeout_s=PREPARE_TIMEOUT_S)
-        return self._try("measure", problem, artifact, samples)
+        config = variant.config if problem.op == "bwd" else None
+        return self._try("measure", problem, artifact, samples, config)
 
     def verify(
-        self, problem: AttentionProblem, artifact: Artifact, kind: str = "normal", seed: int = 0
+        self,
+        problem: AttentionProblem,
+        artifact: Artifact,
+        kind: str = "normal",
+        seed: int = 0,
+        config: Config | None = None,
     ) -> AccuracyReport | Failure:
-        """Runs the kernel once on :func:`fa4gen.accuracy.make_inputs` of ``kind``, and checks all it returns."""
-        return self._try("verify", problem, artifact, kind, seed)
+        """Runs the kernel on a :class:`fa4gen.case.Case` of ``kind`` and checks all it returns; one that must be
+        deterministic twice. ``config``: the variant's, without which a backward kernel cannot be run."""
+        return self._try("verify", problem, artifact, kind, seed, config)
 
     def close(self) -> None:
         self._worker.close()

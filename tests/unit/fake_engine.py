@@ -29,7 +29,7 @@ class FakeEngine:
         if problem.batch == 99:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def measure(self, problem, artifact, samples):
+    def measure(self, problem, artifact, samples, config=None):
         assert problem in self._prepared
         behaviour = artifact.variant_name
         if behaviour == "hangs":
@@ -46,7 +46,7 @@ class FakeEngine:
             return Failure(FailureKind.WRONG, "O is wrong at batch 0, head 0, row 3")
         return Measurement(tuple(float(i + 1) for i in range(samples)), extra={"pid": float(os.getpid())})
 
-    def verify(self, problem, artifact, kind, seed):
+    def verify(self, problem, artifact, kind, seed, config=None):
         return (str(problem), artifact.variant_name, kind, seed)
 
     def cuda_in_parent(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import backward_fakes
 import pytest
 import torch
 
@@ -133,6 +134,61 @@ def test_verify_takes_any_kind_of_inputs(engine):
     for kind in ("peaked", "expanded"):
         report = engine.verify(PROBLEM, artifact, kind, 1)
         assert report.ok and report.rows == 128
+
+
+class BackwardKernel:
+    """Right, but for what ``spoil`` does to (launch number, dq, dk, dv)."""
+
+    def __init__(self, spoil=None):
+        self.spoil, self.launches = spoil, 0
+
+    def __call__(self, *arguments):
+        self.launches += 1
+        assert bool(arguments[9].isnan().all()), "the workspace is not poisoned"
+        backward_fakes.kernel(causal=True)(*arguments)
+        if self.spoil:
+            self.spoil(self.launches, *arguments[6:9])
+
+
+@pytest.mark.parametrize("flag", ["", " deterministic"])
+def test_backward_is_checked_and_timed(engine, monkeypatch, flag):
+    backward_fakes.use_fake_family(monkeypatch)
+    problem = AttentionProblem.parse(f"b=1 h=2 hk=1 s=128 d=32 causal op=bwd{flag}")
+    kernel, config = BackwardKernel(), backward_fakes.FakeConfig()
+    engine.prepare(problem)
+    artifact = SimpleNamespace(path=Path("/k"), kernel=kernel)
+    result = engine.measure(problem, artifact, 20, config)
+    assert isinstance(result, Measurement), result
+    assert 0 < result.extra["of_limit"] < 0.7 and 0 < result.extra["relative_error"] < 4e-3
+    assert kernel.launches == 3 * (2 if flag else 1) + 3 + 3
+    for kind in ("strided", "expanded"):
+        assert engine.verify(problem, artifact, kind, 1, config).ok
+
+
+def lose_dk(launch, dq, dk, dv):
+    dk[:, 7] = 0
+
+
+def drift(launch, dq, dk, dv):
+    dv[0, 3, 0, 0] += launch * 1e-2 * dv[0, 3, 0, 0].abs().clamp(min=0.1)
+
+
+def unwritten(launch, dq, dk, dv):
+    if dq.shape[1] % 64:
+        dq[:, -1] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(lose_dk, "dK is wrong"), (drift, "dv differs between two launches"), (unwritten, "sq=333 sk=517")],
+)
+def test_wrong_backward_is_named_wrong(engine, monkeypatch, spoil, words):
+    backward_fakes.use_fake_family(monkeypatch)
+    problem = AttentionProblem.parse("b=1 h=2 hk=1 s=128 d=32 causal op=bwd deterministic")
+    engine.prepare(problem)
+    artifact = SimpleNamespace(path=Path("/k"), kernel=BackwardKernel(spoil))
+    failure = engine.measure(problem, artifact, 20, backward_fakes.FakeConfig())
+    assert isinstance(failure, Failure) and failure.kind is FailureKind.WRONG and words in failure.message
 
 
 def test_empty_problem_is_an_error(engine):

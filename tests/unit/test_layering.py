@@ -20,7 +20,7 @@ LAYERS = (
     ("problem", "arch", "config", "variant"),
     ("feasibility", "workspace", "bound", "search_space", "presets"),
     ("render", "artifact_cache", "compile", "sass"),
-    ("accuracy", "gradients", "emulator", "measure", "timing"),
+    ("accuracy", "gradients", "case", "emulator", "measure", "timing"),
     ("tune",),
     ("tuned_table",),
     ("dispatch",),

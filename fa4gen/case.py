@@ -1,0 +1,110 @@
+"""A problem with its tensors, forward or backward: what a kernel is given, in order, and the verdict on its outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4gen.accuracy import (
+    AccuracyReport,
+    Expected,
+    check,
+    default_scale,
+    expect,
+    make_inputs,
+    poisoned_outputs,
+    sample_rows,
+)
+from fa4gen.config import Config
+from fa4gen.errors import UsageError
+from fa4gen.gradients import (
+    ExpectedGradients,
+    check_gradients,
+    expect_gradients,
+    make_gradient_inputs,
+    poisoned_gradients,
+    sample_keys,
+)
+from fa4gen.problem import AttentionProblem
+
+__all__ = ["Case"]
+
+INPUTS = {"fwd": ("q", "k", "v"), "bwd": ("q", "k", "v", "o", "do", "lse")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``inputs`` and ``outputs`` by name, in the order of a kernel's arguments. ``scale``: the softmax scale."""
+
+    problem: AttentionProblem
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    scale: float
+
+    @classmethod
+    def make(
+        cls, problem: AttentionProblem, kind: str = "normal", seed: int = 0, device: torch.device | str = "cpu"
+    ) -> Case:
+        """On inputs of ``kind``: see :func:`fa4gen.accuracy.make_inputs` and
+        :func:`fa4gen.gradients.make_gradient_inputs`, which raise UsageError for an unknown one."""
+        make = make_gradient_inputs if problem.op == "bwd" else make_inputs
+        return cls.of(problem, make(problem, kind, seed, device))
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, inputs: Sequence[Tensor]) -> Case:
+        """On Q, K, V or, for a backward, Q, K, V, O, dO, LSE. The outputs are poisoned with NaN.
+
+        Raises:
+            UsageError: another number of inputs.
+        """
+        names = INPUTS[problem.op]
+        if len(inputs) != len(names):
+            raise UsageError(f"op {problem.op} takes {', '.join(names)}; got {len(inputs)} tensors")
+        device = inputs[0].device
+        if problem.op == "bwd":
+            outputs = dict(zip(("dq", "dk", "dv"), poisoned_gradients(problem, device), strict=True))
+        else:
+            o, lse = poisoned_outputs(problem, device)
+            outputs = {"o": o} if lse is None else {"o": o, "lse": lse}
+        return cls(problem, dict(zip(names, inputs, strict=True)), outputs, default_scale(problem))
+
+    def workspace(self, config: Config | None) -> Tensor | None:
+        """Poisoned scratch memory for a kernel with ``config``; None for a forward, which takes none.
+
+        Raises:
+            UsageError: a backward without a config.
+        """
+        if self.problem.op == "fwd":
+            return None
+        if config is None:
+            raise UsageError(f"a backward's workspace depends on its config: give one for {self.problem}")
+        from fa4gen.workspace import workspace_elements
+
+        size = workspace_elements(self.problem, config)
+        return torch.full((size,), math.nan, dtype=torch.float32, device=self.inputs["q"].device)
+
+    def poison(self) -> None:
+        """Fills the outputs with NaN again."""
+        for output in self.outputs.values():
+            output.fill_(math.nan)
+
+    def expect(self, seed: int | None = None) -> Expected | ExpectedGradients:
+        """The reference: for all rows, or for those that ``seed`` samples from a large problem."""
+        p = self.problem
+        tensors: Any = self.inputs.values()
+        rows = None if seed is None else sample_rows(p, seed)
+        if p.op == "fwd":
+            return expect(*tensors, p, self.scale, rows)
+        return expect_gradients(*tensors, p, self.scale, rows, None if seed is None else sample_keys(p, seed))
+
+    def check(self, expected: Expected | ExpectedGradients) -> AccuracyReport:
+        """Compares the outputs with what :meth:`expect` gave."""
+        if isinstance(expected, ExpectedGradients):
+            dq, dk, dv = self.outputs.values()
+            return check_gradients(dq, dk, dv, expected)
+        return check(self.outputs["o"], self.outputs.get("lse"), expected)
