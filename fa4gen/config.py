@@ -13,6 +13,7 @@ __all__ = [
     "Config",
     "Family",
     "FlashBwdSm90Config",
+    "FlashBwdSm100Config",
     "FlashFwdSm90Config",
     "FlashFwdSm100Config",
     "config_from_dict",
@@ -36,6 +37,8 @@ class FlashFwdSm90Config:
             Tensor-core idle time against registers (P is live beside S).
         mma_pv_is_rs: P goes to the PV WGMMA from registers; else through shared memory (stmatrix), which frees
             tile_n / 4 registers and costs shared-memory bandwidth and space.
+        mma_qk_is_rs: Q goes to the QKᵀ WGMMA from registers, loaded once a tile; else every step reads it from shared
+            memory. Shared-memory bandwidth and power against head_dim / 4 registers.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
         exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
         rescale_threshold: None rescales O at every step. A number (log2 units) keeps the old row maximum until the
@@ -55,11 +58,13 @@ class FlashFwdSm90Config:
     schedule: str = "pingpong"
     intra_wg_overlap: bool = True
     mma_pv_is_rs: bool = True
+    mma_qk_is_rs: bool = False
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
     rescale_threshold: float | None = 8.0
     pack_gqa: bool = False
     persistent: bool = False
+    epilogue: str = "tma_over_q"
     tile_order: str = "linear"
     cluster_m: int = 1
     producer_regs: int = 24
@@ -205,9 +210,60 @@ class FlashBwdSm90Config:
         return cls(tile_m=64)
 
 
+@dataclass(frozen=True)
+class FlashBwdSm100Config:
+    """Knobs of ``flash_bwd_sm100``: a CTA holds 128 keys and walks over the queries that see them, 128 a step.
+
+    Attributes:
+        q_stages: depth of the ring of Q and LSE. Sᵀ of a step is computed before dK of the one before, so at least 2.
+        do_stages: the same of dO and Δ. Latency hiding against shared memory.
+        dq_stages: stages of 32 columns of dQ on their way to global memory, at most; the most that divide its columns
+            are used. Depth of the reductions in flight against shared memory.
+        dq_own_columns: dQ has TMEM columns of its own; else it lies where dP does, and dP of the next step waits until
+            dQ was read.
+        exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units (packed f32x2), not by
+            MUFU.
+        exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
+        exp2_poly_start: share of the row that is left to MUFU before the first polynomial.
+        compute_regs: registers a thread of the two compute warpgroups after setmaxnreg.
+        reduce_regs: registers a thread of the warpgroup that reduces dQ; the warps that issue TMA and MMA get the rest.
+        tile_order: "linear" walks key blocks, heads, batches; "longest_first" takes the key blocks that most queries
+            see first, "shortest_first" last, heads in sections whose Q, dO and dQ fit the L2.
+    """
+
+    q_stages: int = 2
+    do_stages: int = 1
+    dq_stages: int = 2
+    dq_own_columns: bool = False
+    exp2_poly_fraction: float = 0.0
+    exp2_poly_degree: int = 3
+    exp2_poly_start: float = 0.0
+    compute_regs: int = 152
+    reduce_regs: int = 104
+    tile_order: str = "linear"
+
+    @property
+    def tile_m(self) -> int:
+        """Queries a step."""
+        return 128
+
+    @property
+    def tile_n(self) -> int:
+        """Keys a CTA."""
+        return 128
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> FlashBwdSm100Config:
+        """The config a problem gets before anything was measured for it. Always feasible where any config is."""
+        structure: dict[str, Any] = {"tile_order": "longest_first" if problem.causal else "linear"}
+        if max(problem.head_dim, problem.head_dim_v) <= 64:
+            return cls(q_stages=3, do_stages=2, dq_own_columns=True, **structure)
+        return cls(**structure)
+
+
 # Any family's config. All have tile_m, tile_n, exp2_poly_fraction and exp2_poly_degree, those of forward families
 # kv_stages, rescale_threshold and pack_gqa, too, and a classmethod default(problem).
-Config = FlashFwdSm90Config | FlashFwdSm100Config | FlashBwdSm90Config
+Config = FlashFwdSm90Config | FlashFwdSm100Config | FlashBwdSm90Config | FlashBwdSm100Config
 
 
 @dataclass(frozen=True)
@@ -236,6 +292,7 @@ FAMILIES = {
         Family("flash_fwd_sm90", "fwd", ("sm_90a",), FlashFwdSm90Config),
         Family("flash_fwd_sm100", "fwd", ("sm_100a", "sm_103a"), FlashFwdSm100Config),
         Family("flash_bwd_sm90", "bwd", ("sm_90a",), FlashBwdSm90Config),
+        Family("flash_bwd_sm100", "bwd", ("sm_100a", "sm_103a"), FlashBwdSm100Config),
     )
 }
 

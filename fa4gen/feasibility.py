@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fa4gen.arch import Arch
-from fa4gen.config import FAMILIES, Config, Family, FlashBwdSm90Config, FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.config import (
+    FAMILIES,
+    Config,
+    Family,
+    FlashBwdSm90Config,
+    FlashBwdSm100Config,
+    FlashFwdSm90Config,
+    FlashFwdSm100Config,
+)
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem, StaticProblem
 
 __all__ = [
@@ -161,6 +169,15 @@ def _exp2_knobs(config: Config) -> Iterator[Rejection]:
         yield Rejection("exp2_poly_degree", f"exp2_poly_degree must be 3, 4 or 5, got {config.exp2_poly_degree}")
 
 
+def _exp2_start(config: FlashFwdSm100Config | FlashBwdSm100Config) -> Iterator[Rejection]:
+    if not 0.0 <= config.exp2_poly_start <= 1.0 - config.exp2_poly_fraction:
+        yield Rejection(
+            "exp2_poly_start",
+            f"exp2_poly_start must leave room for the polynomial's share, 0 to {1 - config.exp2_poly_fraction:g}, "
+            f"got {config.exp2_poly_start}",
+        )
+
+
 def _producer_registers(config: FlashFwdSm90Config | FlashBwdSm90Config) -> Iterator[Rejection]:
     if config.producer_regs % 8 or not MIN_SETMAXNREG <= config.producer_regs <= 128:
         yield Rejection(
@@ -297,12 +314,7 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
         yield Rejection("kv_stages", f"kv_stages must be 2 to 16, got {config.kv_stages}")
     if not 0.0 < config.p_store_split <= 1.0:
         yield Rejection("p_store_split", f"p_store_split must be above 0, at most 1, got {config.p_store_split}")
-    if not 0.0 <= config.exp2_poly_start <= 1.0 - config.exp2_poly_fraction:
-        yield Rejection(
-            "exp2_poly_start",
-            f"exp2_poly_start must leave room for the polynomial's share, 0 to {1 - config.exp2_poly_fraction:g}, "
-            f"got {config.exp2_poly_start}",
-        )
+    yield from _exp2_start(config)
     yield from _common_knobs(config, problem)
     yield from _register_split(config, arch)
     columns = tmem_columns(problem.static, config)
@@ -418,14 +430,117 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
         )
 
 
+# --- flash_bwd_sm100 --------------------------------------------------------------------------------------------------
+
+# Two compute warpgroups, a reduce warpgroup, and one of which two warps load and issue MMAs.
+BWD_THREADS = 512
+# Measured, like WORKING_REGISTERS: of a compute thread beside P, half a row of Sᵀ; of a reduce thread in all.
+COMPUTE_WORKING_REGISTERS = 72
+MIN_REDUCE_REGISTERS = 64
+# Of the load and MMA warps.
+MIN_ISSUE_REGISTERS = 64
+
+
+def dq_chunk(static: StaticProblem) -> int:
+    """Columns of dQ that one reduction adds: 128 bytes of fp32, or 64."""
+    return 16 if padded(static.head_dim) % 32 else 32
+
+
+def dq_stages_used(static: StaticProblem, config: FlashBwdSm100Config) -> int:
+    """Stages of dQ that a step fills a whole number of times."""
+    chunks = padded(static.head_dim) // dq_chunk(static)
+    return max(n for n in range(1, min(config.dq_stages, chunks) + 1) if chunks % n == 0)
+
+
+def bwd_tmem_columns(static: StaticProblem, config: FlashBwdSm100Config) -> int:
+    """TMEM columns in use: Sᵀ, which P overwrites, dPᵀ, which dS overwrites, dV, dK, and dQ if it has its own."""
+    d, dv = padded(static.head_dim), padded(static.head_dim_v)
+    return 2 * config.tile_m + dv + d + (d if config.dq_own_columns else 0)
+
+
+def bwd_other_registers(config: FlashBwdSm100Config, arch: Arch) -> int:
+    """Registers a thread of the load and MMA warps: what the compute and reduce warpgroups leave."""
+    launch = launch_registers(BWD_THREADS, arch)
+    return min((4 * launch - 2 * config.compute_regs - config.reduce_regs) // 8 * 8, launch)
+
+
+def _smem_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config) -> Iterator[int]:
+    """Barriers, TMEM address, LSE and Δ; K; V; the rings of Q and dO; dS; stages of dQ in fp32."""
+    size = DTYPE_BYTES[static.dtype]
+    d, dv = padded(static.head_dim), padded(static.head_dim_v)
+    stages = config.q_stages + config.do_stages
+    barriers = 10 + 2 * stages
+    yield -(-(barriers * 8 + 4) // 128) * 128 + stages * config.tile_m * 4
+    yield config.tile_n * d * size
+    yield config.tile_n * dv * size
+    yield config.q_stages * config.tile_m * d * size
+    yield config.do_stages * config.tile_m * dv * size
+    yield config.tile_m * config.tile_n * size
+    yield dq_stages_used(static, config) * config.tile_m * dq_chunk(static) * 4
+
+
+def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+    d, dv = problem.head_dim, problem.head_dim_v
+    if d % 8 or dv % 8 or not 8 <= d <= 128 or not 8 <= dv <= 128:
+        yield Rejection("head_dim", f"head dims must be multiples of 8 from 8 to 128, got {d} and {dv}")
+    for name, least, most in (("q_stages", 2, 4), ("do_stages", 1, 4), ("dq_stages", 1, 4)):
+        value = getattr(config, name)
+        if not least <= value <= most:
+            yield Rejection(name, f"{name} must be {least} to {most}, got {value}")
+    if config.tile_order not in ("linear", "longest_first", "shortest_first"):
+        yield Rejection(
+            "tile_order", f"tile_order must be linear, longest_first or shortest_first, got {config.tile_order!r}"
+        )
+    yield from _exp2_knobs(config)
+    yield from _exp2_start(config)
+    columns = bwd_tmem_columns(problem.static, config)
+    if columns > arch.tmem_columns:
+        yield Rejection(
+            "tmem",
+            f"Sᵀ, dPᵀ, dV, dK and dQ need {columns} TMEM columns, {arch.name} has {arch.tmem_columns}",
+            {"needed": columns, "available": arch.tmem_columns},
+        )
+    used = smem_bytes(problem.static, config)
+    if used > arch.smem_per_cta:
+        yield Rejection(
+            "smem",
+            f"K, V, the rings of Q and dO, dS and dQ need {used} B of shared memory, {arch.name} has "
+            f"{arch.smem_per_cta}",
+            {"needed": used, "available": arch.smem_per_cta},
+        )
+    yield from _bwd_register_split(config, arch)
+
+
+def _bwd_register_split(config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+    polynomial = POLYNOMIAL_REGISTERS.get(config.exp2_poly_degree, 0) if config.exp2_poly_fraction else 0
+    compute = config.tile_m // 2 + COMPUTE_WORKING_REGISTERS + polynomial
+    for name, least in (("compute_regs", compute), ("reduce_regs", MIN_REDUCE_REGISTERS)):
+        value = getattr(config, name)
+        if value % 8 or not least <= value <= MAX_SETMAXNREG:
+            yield Rejection(
+                name,
+                f"{name} must be a multiple of 8 from {least} to {MAX_SETMAXNREG}, got {value}",
+                {"needed": least, "available": value},
+            )
+    left = bwd_other_registers(config, arch)
+    if left < MIN_ISSUE_REGISTERS:
+        yield Rejection(
+            "registers",
+            f"compute and reduce leave {left} registers a thread to the other warps, which need {MIN_ISSUE_REGISTERS}",
+            {"needed": MIN_ISSUE_REGISTERS, "available": left},
+        )
+
+
 _SMEM_PARTS: dict[type[Config], Callable[[StaticProblem, Any], Iterator[int]]] = {
     FlashFwdSm90Config: _smem_sm90,
     FlashFwdSm100Config: _smem_sm100,
     FlashBwdSm90Config: _smem_bwd_sm90,
+    FlashBwdSm100Config: _smem_bwd_sm100,
 }
 
 _RULES: dict[str, Callable[[AttentionProblem, Any, Arch], Iterator[Rejection]]] = {
     "flash_fwd_sm90": _flash_fwd_sm90,
     "flash_fwd_sm100": _flash_fwd_sm100,
     "flash_bwd_sm90": _flash_bwd_sm90,
+    "flash_bwd_sm100": _flash_bwd_sm100,
 }

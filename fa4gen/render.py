@@ -12,8 +12,13 @@ import jinja2
 import yaml
 
 from fa4gen.arch import Arch, get_arch
-from fa4gen.config import FlashBwdSm90Config, FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.config import FlashBwdSm90Config, FlashBwdSm100Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.feasibility import (
+    BWD_THREADS,
+    bwd_other_registers,
+    bwd_tmem_columns,
+    dq_chunk,
+    dq_stages_used,
     kv_stage_bytes,
     launch_registers,
     mma_registers,
@@ -110,9 +115,22 @@ def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: A
     }
 
 
+def _flash_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config, arch: Arch) -> dict[str, Any]:
+    at_launch = launch_registers(BWD_THREADS, arch)
+    return {
+        "dq_chunk": dq_chunk(static),
+        "dq_stages_used": dq_stages_used(static, config),
+        "tmem_columns": max(32, 1 << (bwd_tmem_columns(static, config) - 1).bit_length()),
+        "other_regs": bwd_other_registers(config, arch),
+        "compute_setmaxnreg": "increase" if config.compute_regs > at_launch else "decrease",
+        "reduce_setmaxnreg": "increase" if config.reduce_regs > at_launch else "decrease",
+    }
+
+
 # Family -> what its template needs beside the knobs, the problem and the names above.
 _CONTEXTS: dict[str, Callable[[StaticProblem, Any, Arch], dict[str, Any]]] = {
     "flash_fwd_sm90": _flash_fwd_sm90,
     "flash_fwd_sm100": _flash_fwd_sm100,
     "flash_bwd_sm90": _flash_bwd_sm90,
+    "flash_bwd_sm100": _flash_bwd_sm100,
 }

@@ -1,4 +1,4 @@
-"""What comes before and after the backward's main kernel, on any architecture: row statistics and zeros, then dQ's cast.
+"""What comes before and after the backward's main kernel, on any architecture: row statistics and zeros; dQ's cast.
 
 The workspace, 1-D fp32, holds four arrays one after the other; rows are those of Q rounded up to whole M tiles:
 
@@ -93,7 +93,7 @@ def preprocess(
     fours = const_expr(cute.size(total, mode=[1]) // 4)
     for i in cutlass.range(thread, tile_m * fours, PREPOST_THREADS, unroll=4):
         cute.autovec_copy(zeros, _vector(total[None, None, head, batch], first + i // fours, i % fours * 4, 4))
-    if const_expr(deterministic):
+    if const_expr(deterministic):  # noqa: SIM102 - one is decided at compile time
         if thread == 0:
             semaphores[tile, head, batch] = Int32(0)
 
