@@ -99,8 +99,9 @@ class Case:
         tensors: Any = self.inputs.values()
         rows = None if seed is None else sample_rows(p, seed)
         if p.op == "fwd":
-            return expect(*tensors, p, self.scale, rows)
-        return expect_gradients(*tensors, p, self.scale, rows, None if seed is None else sample_keys(p, seed))
+            return expect(*tensors, problem=p, softmax_scale=self.scale, rows=rows)
+        keys = None if seed is None else sample_keys(p, seed)
+        return expect_gradients(*tensors, problem=p, softmax_scale=self.scale, rows=rows, keys=keys)
 
     def check(self, expected: Expected | ExpectedGradients) -> AccuracyReport:
         """Compares the outputs with what :meth:`expect` gave."""

@@ -94,6 +94,22 @@ TableFile = Annotated[Path | None, typer.Option("--table", help="Look up here, n
 Gpu = Annotated[int, typer.Option("--gpu", help="CUDA device index.")]
 
 
+class OpName(str, Enum):
+    """What a kernel computes."""
+
+    FWD = "fwd"
+    BWD = "bwd"
+
+
+Op = Annotated[
+    OpName | None,
+    typer.Option("--op", help="Run the problems as this op, those of a preset too. Default: as they say."),
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Run backward problems with the same bits at every launch.")
+]
+
+
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
     """Options before the verb."""
@@ -320,7 +336,7 @@ def _verify_on_gpu(problem: str, overrides: list[str] | None, table: Path | None
         chosen = _select(problem, measurer.device, table, overrides)
         artifact = compile_variant(chosen.variant)
         for kind in KINDS:
-            report = measurer.verify(chosen.problem, artifact, kind, seed)
+            report = measurer.verify(chosen.problem, artifact, kind, seed, chosen.config)
             if isinstance(report, Failure):
                 rows.append((kind, "-", "-", f"{report.kind.value}: {report.message}"))
                 wrong = True
@@ -336,18 +352,19 @@ def _emulate(chosen: _Selection, schedules: list[str], races: bool, seed: int, w
     from rich.progress import Progress
 
     from fa4gen import emulator
-    from fa4gen.accuracy import make_inputs
+    from fa4gen.case import Case
     from fa4gen.compile import compile_variant
 
     artifact = compile_variant(chosen.variant)
     problem = chosen.problem if whole else emulator.reduced(chosen.problem, chosen.config)
-    inputs = make_inputs(problem, seed=seed)
+    inputs = Case.make(problem, seed=seed).inputs.values()
     with Progress(console=err) as bars:
         task = bars.add_task(f"emulating {problem}", total=1.0)
         verdict = emulator.verify(
             artifact,
             problem,
-            inputs,
+            tuple(inputs),
+            config=chosen.config,
             schedules=[(name, seed) for name in schedules],
             check_races=races,
             progress=lambda share: bars.update(task, completed=share),
@@ -394,6 +411,8 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
 def bench(
     problems: Annotated[list[str] | None, typer.Argument(metavar="PROBLEM...")] = None,
     preset: Annotated[str | None, typer.Option("--preset", help="A named list: long, demo, paper, small.")] = None,
+    op: Op = None,
+    deterministic: Deterministic = False,
     peers: Annotated[str, typer.Option(help="Comma-separated names, all, or none.")] = "all",
     variants: Annotated[
         list[str] | None,
@@ -404,23 +423,26 @@ def bench(
     host: Annotated[bool, typer.Option("--host", help="Also the host cost of a call, beside torch SDPA.")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write all samples to a file.")] = None,
 ) -> None:
-    """Times fa4gen.attention beside its peers and its own variants, interleaved in one process."""
+    """Times fa4gen.attention beside its peers and its own variants, interleaved in one process.
+
+    Of a backward problem the gradient alone.
+    """
     from fa4gen.bench import bench as run_bench
     from fa4gen.bench import host_cost, variant_peer
     from fa4gen.measure.cuda import current_device
     from fa4gen.measure.peers import get_peers
 
-    parsed, contestants = _problems_named(preset, problems, None), get_peers(peers)
+    parsed = _as_op(_problems_named(preset, problems, None), op, deterministic)
+    contestants = get_peers(peers)
     if not parsed and not host:
         raise UsageError("nothing to bench: give problems, --preset or --host")
     device = current_device(gpu)
-    family = get_family("fwd", device.arch.name).name
-    for text in variants or ():
-        change = partial(_override, overrides=text.split(), family=family)
-        contestants.append(variant_peer(text, change, gpu))
     results = []
     for problem in parsed:
-        result = run_bench(problem, contestants, device_index=gpu, rounds=rounds)
+        family = get_family(problem.op, device.arch.name).name
+        changes = {text: partial(_override, overrides=text.split(), family=family) for text in variants or ()}
+        own = [variant_peer(text, change, gpu) for text, change in changes.items()]
+        result = run_bench(problem, [*contestants, *own], device_index=gpu, rounds=rounds)
         results.append(result.to_dict())
         out.print(bench_table(result))
     if host:
@@ -459,6 +481,8 @@ def tune(
     problem: Annotated[list[str] | None, typer.Option("--problem", help="A problem. Repeatable.")] = None,
     shapes: Annotated[Path | None, typer.Option("--shapes", help="File with a problem a line; # comments.")] = None,
     from_misses: Annotated[bool, typer.Option("--from-misses", help="What programs called and no row covers.")] = False,
+    op: Op = None,
+    deterministic: Deterministic = False,
     measure: Annotated[MeasurerKind, typer.Option("--measure", help="Where times come from.")] = MeasurerKind.CUDA,
     grid_file: Annotated[Path | None, typer.Option("--grid", help="Recorded times, for --measure replay.")] = None,
     devices: Annotated[str, typer.Option("--devices", help="GPUs to measure on: 0,1 or all; one kind.")] = "0",
@@ -495,7 +519,7 @@ def tune(
         budget_s=budget,
         record=record,
     )
-    problems = _problems_named(preset, problem, shapes)
+    problems = _as_op(_problems_named(preset, problem, shapes), op, deterministic)
     if record is not None and measure is not MeasurerKind.CUDA:
         raise UsageError(f"--record keeps measurements: it needs --measure cuda, not {measure.value}")
     if prefilter is not None and measure in (MeasurerKind.MODEL, MeasurerKind.BOUND):
@@ -541,6 +565,20 @@ def _problems_named(preset: str | None, texts: list[str] | None, shapes: Path | 
         lines = (line.partition("#")[0].strip() for line in shapes.read_text(encoding="utf-8").splitlines())
         problems += [AttentionProblem.parse(line) for line in lines if line]
     return list(dict.fromkeys(problems))
+
+
+def _as_op(problems: list[AttentionProblem], op: OpName | None, deterministic: bool) -> list[AttentionProblem]:
+    """``problems`` as the options have them, each once.
+
+    Raises:
+        UnsupportedProblem: ``deterministic``, and one is a forward.
+    """
+    changes: dict[str, Any] = {"deterministic": True} if deterministic else {}
+    if op is OpName.BWD:
+        changes |= {"op": "bwd", "return_lse": False}
+    elif op is OpName.FWD:
+        changes |= {"op": "fwd", "deterministic": deterministic}
+    return list(dict.fromkeys(replace(problem, **changes) for problem in problems))
 
 
 def _missed(device: Device) -> list[AttentionProblem]:

@@ -76,7 +76,7 @@ def execute(
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     for tensor in tensors:
         if tensor.data.size:
-            memory.add(Region(tensor.name, tensor.data, tensor.address, tensor.output))
+            memory.add(Region(tensor.name, tensor.data, tensor.address, tensor.output or tensor.scratch))
     reports: list[KernelReport] = []
 
     def on_launch(launch: Launch) -> None:
@@ -88,8 +88,9 @@ def execute(
     kernels = {name: program.kernel for name, program in compiled.programs.items()}
     compiled.host.call(arguments, kernels, on_launch)
     for region in memory.regions:
-        if region.written is not None and not region.written.all():
-            missing = _missing(region, next(t for t in tensors if t.address == region.base))
+        tensor = next(t for t in tensors if t.address == region.base)
+        if tensor.output and region.written is not None and not region.written.all():
+            missing = _missing(region, tensor)
             if missing:
                 raise KernelFault(f"{region.name} has {missing} elements that nothing wrote")
     outputs = {t.name: t.array for t in tensors if t.output}

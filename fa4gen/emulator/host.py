@@ -46,11 +46,15 @@ class _Any(ct.Structure):
 
 
 class Tensor:
-    """A buffer as the kernel sees it, a torch CPU tensor or numpy array. ``output``: nothing in it was written yet."""
+    """A buffer as the kernel sees it, a torch CPU tensor or numpy array.
 
-    def __init__(self, array: Any, output: bool = False, name: str = "tensor") -> None:
+    Nothing was written yet in an ``output``, which a kernel must write whole, and in a ``scratch``, which it need not.
+    """
+
+    def __init__(self, array: Any, output: bool = False, name: str = "tensor", scratch: bool = False) -> None:
         self.array = array
         self.output = output
+        self.scratch = scratch
         self.name = name
         self.shape = tuple(int(n) for n in array.shape)
         if isinstance(array, np.ndarray):

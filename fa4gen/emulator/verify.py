@@ -31,7 +31,8 @@ SCHEDULES = (("eager", 0), ("lazy", 0), ("random", 1))
 class Verification:
     """Verdict on one variant and problem. ``message`` is a sentence; ``error`` is what stopped a run, if anything did.
 
-    ``runs``: reports by (schedule, seed), in the order they ran; the first one's output was compared with float64.
+    ``runs``: reports by (schedule, seed), in the order they ran. The first one's output was compared with float64; of a
+    backward that need not be deterministic every one's.
     """
 
     ok: bool
@@ -44,41 +45,45 @@ class Verification:
 def run(
     artifact: Artifact,
     problem: AttentionProblem,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    inputs: Sequence[torch.Tensor] | None = None,
     *,
+    config: Config | None = None,
     schedule: str = "eager",
     seed: int = 0,
     check_races: bool = False,
     num_sms: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> EmulatorReport:
-    """Runs a forward variant. Outputs are "o" and, if the problem asks for it, "lse".
+    """Runs a variant. Outputs are "o" and, if the problem asks for it, "lse"; of a backward "dq", "dk", "dv".
 
-    ``inputs``: CPU tensors Q, K, V; default unit normal from ``seed`` 0. ``num_sms`` is what a persistent kernel sizes
-    its grid by; default the smallest known device of the arch. ``progress``: see :func:`execute`.
+    ``inputs``: CPU tensors Q, K, V, of a backward Q, K, V, O, dO, LSE; default those of :class:`fa4gen.case.Case`.
+    ``config``: the variant's, which a backward needs. ``num_sms`` is what a persistent kernel sizes its grid by;
+    default the smallest known device of the arch. ``progress``: see :func:`execute`.
 
     Raises:
         EmulatorError: the kernel does something wrong, or something the emulator does not implement.
     """
-    from fa4gen.accuracy import default_scale, make_inputs, poisoned_outputs
+    from fa4gen.case import Case
 
     compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
-    q, k, v = make_inputs(problem) if inputs is None else inputs
-    o, lse = poisoned_outputs(problem)
+    case = Case.make(problem) if inputs is None else Case.of(problem, inputs)
     if num_sms is None:
         num_sms = min(d.sm_count for d in DEVICES.values() if d.arch.name == artifact.arch)
-    arguments: list[Any] = [Tensor(q, name="q"), Tensor(k, name="k"), Tensor(v, name="v"), Tensor(o, True, "o")]
-    if lse is not None:
-        arguments.append(Tensor(lse, True, "lse"))
-    arguments += [default_scale(problem), num_sms]
+    arguments: list[Any] = [Tensor(tensor, name=name) for name, tensor in case.inputs.items()]
+    arguments += [Tensor(tensor, True, name) for name, tensor in case.outputs.items()]
+    workspace = case.workspace(config)
+    if workspace is not None:
+        arguments.append(Tensor(workspace, name="workspace", scratch=True))
+    arguments += [case.scale, num_sms]
     return execute(compiled, arguments, schedule=schedule, seed=seed, check_races=check_races, progress=progress)
 
 
 def verify(
     artifact: Artifact,
     problem: AttentionProblem,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    inputs: Sequence[torch.Tensor] | None = None,
     *,
+    config: Config | None = None,
     schedules: Sequence[tuple[str, int]] = SCHEDULES,
     check_races: bool = True,
     num_sms: int = VERIFY_SMS,
@@ -86,14 +91,17 @@ def verify(
 ) -> Verification:
     """Is the variant right for the problem: against float64, free of races, and the same bits in every schedule?
 
-    Races are looked for in the first schedule. ``inputs``, ``num_sms``: see :func:`run`. ``progress`` is told the share
-    that is done, over all schedules.
+    A backward that need not be deterministic adds up in any order: each schedule is compared with float64 alone. Races
+    are looked for in the first schedule. ``inputs``, ``config``, ``num_sms``: see :func:`run`. ``progress`` is told the
+    share that is done, over all schedules.
     """
     import torch
 
-    from fa4gen.accuracy import check, default_scale, expect, make_inputs
+    from fa4gen.case import Case
 
-    inputs = make_inputs(problem) if inputs is None else inputs
+    case = Case.make(problem) if inputs is None else Case.of(problem, inputs)
+    expected = case.expect()
+    same_bits = problem.op == "fwd" or problem.deterministic
     runs: list[EmulatorReport] = []
     accuracy = None
     for index, (schedule, seed) in enumerate(schedules):
@@ -104,24 +112,22 @@ def verify(
 
         try:
             report = run(
-                artifact, problem, inputs, schedule=schedule, seed=seed, check_races=check_races and index == 0,
-                num_sms=num_sms, progress=share,
+                artifact, problem, tuple(case.inputs.values()), config=config, schedule=schedule, seed=seed,
+                check_races=check_races and index == 0, num_sms=num_sms, progress=share,
             )  # fmt: skip
         except EmulatorError as error:
             return Verification(False, f"schedule {schedule}, seed {seed}: {error}", accuracy, runs, error)
         runs.append(report)
-        if accuracy is None:
-            accuracy = check(
-                report.outputs["o"], report.outputs.get("lse"), expect(*inputs, problem, default_scale(problem))
-            )
+        if accuracy is None or not same_bits:
+            accuracy = replace(case, outputs=report.outputs).check(expected)
             if not accuracy.ok:
-                return Verification(False, accuracy.message, accuracy, runs)
+                return Verification(False, f"schedule {schedule}, seed {seed}: {accuracy.message}", accuracy, runs)
         for name, output in report.outputs.items():
-            if not torch.equal(output.view(torch.uint8), runs[0].outputs[name].view(torch.uint8)):
+            if same_bits and not torch.equal(output.view(torch.uint8), runs[0].outputs[name].view(torch.uint8)):
                 return Verification(
                     False, f"{name} differs between schedules {schedules[0]} and {(schedule, seed)}", accuracy, runs
                 )
-    agree = f"; {len(runs)} schedules agree" if len(runs) > 1 else ""
+    agree = f"; {len(runs)} schedules {'agree' if same_bits else 'are right'}" if len(runs) > 1 else ""
     races = ", no race" if check_races else ""
     return Verification(True, f"{accuracy.message if accuracy else ''}{agree}{races}", accuracy, runs)
 
@@ -131,7 +137,8 @@ def reduced(problem: AttentionProblem, config: Config) -> AttentionProblem:
 
     No extent grows; square problems stay square.
     """
-    rows = config.tile_m // problem.gqa_ratio if config.pack_gqa else config.tile_m
+    rows = config.tile_m * getattr(config, "ctas", 1)
+    rows = rows // problem.gqa_ratio if getattr(config, "pack_gqa", False) else rows
     lengths = [max(2 * rows, 1) + 17, 3 * config.tile_n + 7]
     if problem.seqlen_q == problem.seqlen_k:
         lengths = [max(lengths)] * 2
