@@ -117,12 +117,15 @@ def reduce_rows(
     target: cute.Tensor,
     read: cute.Pointer,
     thread: Int32,
+    semaphore=None,
+    turn=None,
 ):
     """Adds a warp's 32 rows of a (128, columns) accumulator, from TMEM column ``column`` on, to global memory.
 
     ``sStage`` (32, some columns, stages): the warp's own staging; ``staged`` and ``target``: it and the rows in global
     memory as ``tma`` takes them, mode 1 stage or column tile. One arrival at ``read`` once the accumulator is in
-    registers.
+    registers. ``semaphore``, ``turn``: nothing is added before the Int32 in global memory counts ``turn``; it counts one
+    more when all is.
     """
     width, stages = const_expr(cute.size(sStage, mode=[1])), const_expr(cute.size(sStage, mode=[2]))
     for c in cutlass.range_constexpr(0, columns, width):
@@ -140,8 +143,20 @@ def reduce_rows(
             cute.autovec_copy(cute.make_tensor(values.iterator + v, cute.make_layout((1, 4), stride=(0, 1))), to)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+        if const_expr(semaphore is not None and c == 0):
+            _wait_for(semaphore, turn)
         cute.copy(tma, staged[None, stage], target[None, c // width])
         cute.arch.cp_async_bulk_commit_group()
+    if const_expr(semaphore is not None):
+        cute.arch.cp_async_bulk_wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.atomic_add(semaphore, Int32(1), sem="release", scope="gpu")
+
+
+@cute.jit
+def _wait_for(semaphore: cute.Pointer, count: Int32):
+    while cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") < count:
+        pass
 
 
 @cute.jit
