@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fa4gen.accuracy import Expected, check, default_scale, expect, make_inputs, sample_rows
+from fa4gen.accuracy import make_inputs
+from fa4gen.case import Case
 from fa4gen.config import Config
 from fa4gen.dispatch import dispatcher
 from fa4gen.feasibility import can_implement
 from fa4gen.interface import attention
 from fa4gen.measure.base import median_interval
 from fa4gen.measure.cuda import DeviceTimer, Timing, current_device
-from fa4gen.measure.peers import Attend, Peer, PeerAbsent
+from fa4gen.measure.peers import Call, Peer, PeerAbsent, differentiated
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
 
@@ -30,8 +31,6 @@ TINY = AttentionProblem(1, 2, 2, 128, 128, 64, 64)
 LAUNCHES = 5  # a turn's time is the median of so many launches
 HEAD_START_US = 400.0  # hides the host side of the slowest peer (about 120 us a call) from its device time
 ROTATE = 3  # sets of inputs
-
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,10 @@ class HostCost:
 
 @dataclass
 class _Contestant:
-    """One entry in the making: ``attend`` is None if it cannot take part."""
+    """One entry in the making: a call for each set of inputs, none if it cannot take part."""
 
     entry: Entry
-    attend: Attend | None
+    calls: list[Call]
     turns: list[Timing] = field(default_factory=list)
 
     @property
@@ -111,6 +110,8 @@ def bench(
 ) -> BenchResult:
     """Checks every contestant's output once, then times all that run, in ``rounds`` rounds of random order.
 
+    Of a backward problem the backward alone is timed, ours and the peers' through autograd.
+
     Times are device times as :mod:`fa4gen.measure.cuda` defines them, however long the host side of a call takes.
 
     Raises:
@@ -118,17 +119,17 @@ def bench(
     """
     device = current_device(device_index)
     torch.cuda.set_device(device_index)
-    inputs = [make_inputs(problem, "normal", seed + i, f"cuda:{device_index}") for i in range(ROTATE)]
-    expected = expect(*inputs[0], problem, default_scale(problem), sample_rows(problem, seed))
-    ours = _enter(Entry(OURS, OURS), lambda: _ours(problem), expected, inputs[0])
-    contestants = [ours, *(_enter_peer(peer, problem, expected, inputs[0]) for peer in peers)]
-    running = [contestant for contestant in contestants if contestant.attend is not None]
+    cases = [Case.make(problem, "normal", seed + i, f"cuda:{device_index}") for i in range(ROTATE)]
+    expected = cases[0].expect(seed)
+    ours = _enter(Entry(OURS, OURS), lambda: _ours(problem), cases, expected)
+    contestants = [ours, *(_enter_peer(peer, cases, expected) for peer in peers)]
+    running = [contestant for contestant in contestants if contestant.calls]
     timer = DeviceTimer(device_index)
     rng = np.random.default_rng(seed)
     for turn in range(-1, rounds):  # the first round warms up
         for i in rng.permutation(len(running)):
-            attend: Any = running[i].attend
-            timing = timer.time([partial(attend, *inputs[n % ROTATE]) for n in range(LAUNCHES)], HEAD_START_US)
+            calls = running[i].calls
+            timing = timer.time([calls[n % len(calls)] for n in range(LAUNCHES)], HEAD_START_US)
             if turn >= 0:
                 running[i].turns.append(timing)
     entries = tuple(_finish(contestant, ours, problem, seed) for contestant in contestants)
@@ -188,7 +189,7 @@ def _call_us(function: Callable[[], Any], calls: int) -> float:
 def variant_peer(title: str, change: Callable[[Config], Config], device_index: int = 0) -> Peer:
     """A contestant that runs what ``change`` makes of the config that dispatch would take for the problem."""
 
-    def bind(problem: AttentionProblem) -> Attend:
+    def bind(problem: AttentionProblem) -> Callable[..., Call]:
         chosen = dispatcher(device_index)
         config = change(chosen.resolve(problem).config)
         rejection = can_implement(problem, config, chosen.device.arch)
@@ -196,43 +197,51 @@ def variant_peer(title: str, change: Callable[[Config], Config], device_index: i
             raise PeerAbsent(str(rejection))
         kernel = chosen.kernel(Variant.of(chosen.device.arch.name, problem, config))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = q.new_empty((*q.shape[:3], v.shape[3]))
-            lse = [q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)] * problem.return_lse
-            kernel(q, k, v, o, *lse, default_scale(problem), chosen.device.sm_count)
-            return o
+        def prepare(*inputs: Tensor) -> Call:
+            case = Case.of(problem, inputs)
+            arguments = case.arguments(config, chosen.device.sm_count)
 
-        return attend
+            def call() -> tuple[Tensor, ...]:
+                kernel(*arguments)
+                return tuple(case.outputs.values())
+
+            return call
+
+        return prepare
 
     return Peer(f"{OURS} {title}", f"{OURS} with {title}", "fa4gen", bind)
 
 
-def _ours(problem: AttentionProblem) -> Attend:
+def _ours(problem: AttentionProblem) -> Callable[..., Call]:
+    p = problem
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = attention(q, k, v, causal=problem.causal, return_lse=problem.return_lse)
+        result = attention(q, k, v, causal=p.causal, return_lse=p.return_lse, deterministic=p.deterministic)
         return result[0] if isinstance(result, tuple) else result
 
-    return attend
+    return differentiated(attend) if problem.op == "bwd" else partial(partial, attend)
 
 
-def _enter(entry: Entry, bind: Callable[[], Attend], expected: Expected, inputs: Inputs) -> _Contestant:
+def _enter(entry: Entry, bind: Callable[[], Callable[..., Call]], cases: Sequence[Case], expected: Any) -> _Contestant:
     """Binds a contestant and checks its output. What it raises goes through."""
-    attend = bind()
-    report = check(attend(*inputs), None, expected)
+    prepare = bind()
+    calls = [prepare(*case.inputs.values()) for case in cases]
+    result = calls[0]()
+    report = cases[0].check(expected, (result,) if isinstance(result, Tensor) else result)
     note = "" if report.ok else report.message
-    return _Contestant(replace(entry, note=note, relative_error=report.relative_error), attend)
+    return _Contestant(replace(entry, note=note, relative_error=report.relative_error), calls)
 
 
-def _enter_peer(peer: Peer, problem: AttentionProblem, expected: Expected, inputs: Inputs) -> _Contestant:
+def _enter_peer(peer: Peer, cases: Sequence[Case], expected: Any) -> _Contestant:
     """Like :func:`_enter`; a peer that cannot take part says why in its note."""
     entry = Entry(peer.name, peer.title, peer.version)
     try:
-        return _enter(entry, lambda: peer.bind(problem), expected, inputs)
+        return _enter(entry, lambda: peer.bind(cases[0].problem), cases, expected)
     except PeerAbsent as absent:
         note = str(absent)
     except Exception as error:  # noqa: BLE001 - other people's code refuses a problem in its own ways
         note = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return _Contestant(replace(entry, note=note), None)
+    return _Contestant(replace(entry, note=note), [])
 
 
 def _finish(contestant: _Contestant, ours: _Contestant, problem: AttentionProblem, seed: int) -> Entry:

@@ -88,6 +88,12 @@ class Case:
         size = workspace_elements(self.problem, config)
         return torch.full((size,), math.nan, dtype=torch.float32, device=self.inputs["q"].device)
 
+    def arguments(self, config: Config | None, num_sms: int) -> list[Any]:
+        """What a launch of a kernel with ``config`` takes, a new workspace included; ``config`` as there."""
+        workspace = self.workspace(config)
+        scratch = [] if workspace is None else [workspace]
+        return [*self.inputs.values(), *self.outputs.values(), *scratch, self.scale, num_sms]
+
     def poison(self) -> None:
         """Fills the outputs with NaN again."""
         for output in self.outputs.values():
@@ -96,16 +102,19 @@ class Case:
     def expect(self, seed: int | None = None) -> Expected | ExpectedGradients:
         """The reference: for all rows, or for those that ``seed`` samples from a large problem."""
         p = self.problem
-        tensors: Any = self.inputs.values()
         rows = None if seed is None else sample_rows(p, seed)
         if p.op == "fwd":
-            return expect(*tensors, problem=p, softmax_scale=self.scale, rows=rows)
+            q, k, v = self.inputs.values()
+            return expect(q, k, v, p, self.scale, rows)
         keys = None if seed is None else sample_keys(p, seed)
-        return expect_gradients(*tensors, problem=p, softmax_scale=self.scale, rows=rows, keys=keys)
+        q, k, v, o, do, lse = self.inputs.values()
+        return expect_gradients(q, k, v, o, do, lse, p, self.scale, rows, keys)
 
-    def check(self, expected: Expected | ExpectedGradients) -> AccuracyReport:
-        """Compares the outputs with what :meth:`expect` gave."""
+    def check(self, expected: Expected | ExpectedGradients, outputs: Sequence[Tensor] | None = None) -> AccuracyReport:
+        """Compares ``outputs`` (default: the case's own; LSE may be left out) with what :meth:`expect` gave."""
+        outputs = tuple(self.outputs.values()) if outputs is None else outputs
         if isinstance(expected, ExpectedGradients):
-            dq, dk, dv = self.outputs.values()
+            dq, dk, dv = outputs
             return check_gradients(dq, dk, dv, expected)
-        return check(self.outputs["o"], self.outputs.get("lse"), expected)
+        o, *lse = outputs
+        return check(o, lse[0] if lse else None, expected)

@@ -197,8 +197,7 @@ class _Cases:
         self, kernel: Callable[..., Any], config: Config | None, num_sms: int, count: int
     ) -> list[Callable[[], Any]]:
         """``count`` launches that rotate among the inputs. They share the outputs and, if any, the workspace."""
-        workspace = self._first.workspace(config)
-        rest = [*self._first.outputs.values(), *([] if workspace is None else [workspace]), self._first.scale, num_sms]
+        rest = self._first.arguments(config, num_sms)[len(self._first.inputs) :]
         calls = [functools.partial(kernel, *inputs.values(), *rest) for inputs in self._inputs]
         return [calls[i % len(calls)] for i in range(count)]
 

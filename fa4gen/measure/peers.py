@@ -1,10 +1,14 @@
-"""Other attention kernels to measure beside: one small adapter each, imported only when it runs."""
+"""Other attention kernels to measure beside: one small adapter each, imported only when it runs.
+
+A backward is timed through autograd: its forward runs once, outside, and keeps its graph.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -14,10 +18,12 @@ from torch import Tensor
 from fa4gen.errors import UsageError
 from fa4gen.problem import AttentionProblem
 
-__all__ = ["PEERS", "Attend", "Peer", "PeerAbsent", "get_peers"]
+__all__ = ["PEERS", "Attend", "Call", "Peer", "PeerAbsent", "differentiated", "get_peers"]
 
 # (q, k, v) in fa4gen's layout (b, s, h, d) to O (b, sq, h, dv), at the default softmax scale.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# A launch on tensors that are bound to it. Returns O, (O, LSE), or (dQ, dK, dV).
+Call = Callable[[], Any]
 
 
 class PeerAbsent(Exception):
@@ -26,12 +32,13 @@ class PeerAbsent(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """``bind(problem)`` gives its function for a problem, or raises :class:`PeerAbsent`."""
+    """``bind(problem)`` gives a function that makes a call from the inputs of a :class:`fa4gen.case.Case`, or raises
+    :class:`PeerAbsent`, as may that function."""
 
     name: str
     title: str
     distribution: str
-    bind: Callable[[AttentionProblem], Attend]
+    bind: Callable[[AttentionProblem], Callable[..., Call]]
 
     @property
     def version(self) -> str:
@@ -57,10 +64,36 @@ def get_peers(names: str) -> list[Peer]:
     return [PEERS[name] for name in wanted]
 
 
+def differentiated(attend: Attend) -> Callable[..., Call]:
+    """Makes a call from Q, K, V, O, dO, LSE that runs the backward of ``attend`` alone."""
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor) -> Call:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            out = attend(*leaves)
+        if not out.requires_grad:
+            raise PeerAbsent("has no backward")
+        return partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
+
+    return prepare
+
+
+def _binder(choose: Callable[[AttentionProblem], Attend]) -> Callable[[AttentionProblem], Callable[..., Call]]:
+    """A peer's ``bind`` from its forward function."""
+
+    def bind(problem: AttentionProblem) -> Callable[..., Call]:
+        attend = choose(problem)
+        return differentiated(attend) if problem.op == "bwd" else partial(partial, attend)
+
+    return bind
+
+
 def _sdpa(backend: str) -> Callable[[AttentionProblem], Attend]:
-    def bind(problem: AttentionProblem) -> Attend:
+    def choose(problem: AttentionProblem) -> Attend:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        if problem.deterministic:
+            raise PeerAbsent("has no deterministic backward to ask for")
         if problem.causal and problem.seqlen_q != problem.seqlen_k:
             raise PeerAbsent("aligns a causal mask to the top left, which is another problem where sq differs from sk")
 
@@ -77,7 +110,7 @@ def _sdpa(backend: str) -> Callable[[AttentionProblem], Attend]:
 
         return attend
 
-    return bind
+    return choose
 
 
 def _import(module: str) -> Any:
@@ -88,23 +121,32 @@ def _import(module: str) -> Any:
 
 
 def _fa3(problem: AttentionProblem) -> Attend:
-    function = _import("fa3_fwd_interface").flash_attn_func
-    if problem.dtype != "bf16":
+    if problem.op == "bwd":  # of no wheel on PyPI: built from flash-attention's folder hopper
+        function = partial(_import("flash_attn_interface").flash_attn_func, deterministic=problem.deterministic)
+    elif problem.dtype != "bf16":
         raise PeerAbsent("the wheel is built without fp16")
-    return lambda q, k, v: function(q, k, v, causal=problem.causal)
+    else:
+        function = _import("fa3_fwd_interface").flash_attn_func
+    return lambda q, k, v: _first(function(q, k, v, causal=problem.causal))
 
 
 def _fa4(problem: AttentionProblem) -> Attend:
-    function = _import("flash_attn.cute").flash_attn_func
-    return lambda q, k, v: function(q, k, v, causal=problem.causal)[0]  # beside it: LSE
+    function = partial(_import("flash_attn.cute").flash_attn_func, deterministic=problem.deterministic)
+    return lambda q, k, v: _first(function(q, k, v, causal=problem.causal))
+
+
+def _first(result: Any) -> Tensor:
+    """O, where some versions return LSE beside it."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("cudnn", "torch SDPA, cuDNN", "torch", _sdpa("CUDNN_ATTENTION")),
-        Peer("fa2", "torch SDPA, flash", "torch", _sdpa("FLASH_ATTENTION")),
-        Peer("fa3", "FlashAttention-3", "fa3-fwd", _fa3),
-        Peer("fa4", "FlashAttention-4", "flash-attn-4", _fa4),
+        Peer("cudnn", "torch SDPA, cuDNN", "torch", _binder(_sdpa("CUDNN_ATTENTION"))),
+        Peer("fa2", "torch SDPA, flash", "torch", _binder(_sdpa("FLASH_ATTENTION"))),
+        Peer("fa3", "FlashAttention-3", "fa3-fwd", _binder(_fa3)),
+        Peer("fa4", "FlashAttention-4", "flash-attn-4", _binder(_fa4)),
     )
 }

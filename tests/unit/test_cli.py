@@ -255,7 +255,9 @@ def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, index: int) -> None:
             assert index == 1
 
-        def verify(self, problem: AttentionProblem, artifact: str, kind: str, seed: int) -> AccuracyReport | Failure:
+        def verify(
+            self, problem: AttentionProblem, artifact: str, kind: str, seed: int, config: FlashFwdSm90Config
+        ) -> AccuracyReport | Failure:
             if kind == "strided":
                 return Failure(FailureKind.TIMEOUT, "no answer within 30 s")
             wrong = kind == "peaked" and problem.head_dim == 64
