@@ -16,7 +16,15 @@ from fa4gen.config import Config, FlashFwdSm90Config
 from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
-__all__ = ["Bound", "TileCycles", "backward_tile_cycles", "bound", "steps_per_tile", "tile_cycles"]
+__all__ = [
+    "Bound",
+    "TileCycles",
+    "backward_tile_cycles",
+    "bound",
+    "steps_per_key_tile",
+    "steps_per_tile",
+    "tile_cycles",
+]
 
 
 class TileCycles(NamedTuple):
@@ -89,7 +97,11 @@ def _softmax_slots(packed: float, fraction: float, degree: int) -> float:
     polynomial exp2 adds three f32 adds (magic number in, out, fraction), ``degree`` multiply-adds, and a clamp, a shift
     and an integer add that have no packed form: nine slots at degree 3 on sm_90, six on sm_100.
     """
-    return (1 + 2 * packed + 0.5) + fraction * ((3 + degree) * packed + 3)
+    return (1 + 2 * packed + 0.5) + _exp2_slots(packed, fraction, degree)
+
+
+def _exp2_slots(packed: float, fraction: float, degree: int) -> float:
+    return fraction * ((3 + degree) * packed + 3)
 
 
 def _smem_bytes(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> int:
@@ -110,24 +122,41 @@ def _operands(arch: Arch, m: int, n: int, k: int, *, a_in_smem: bool = True) -> 
     return math.ceil(m / rows) * (n * k + (math.ceil(n / columns) * rows * k if a_in_smem else 0))
 
 
-def backward_tile_cycles(arch: Arch, tile_m: int, tile_n: int, head_dim: int) -> TileCycles:
-    """Cycles of one step of the backward pass: tile_m rows of Q against tile_n of K and V, on one CTA with TMEM.
+def backward_tile_cycles(
+    arch: Arch, tile_m: int, tile_n: int, head_dim: int, head_dim_v: int | None = None, fraction: float = 0.0,
+    degree: int = 3,
+) -> TileCycles:  # fmt: skip
+    """Cycles of one step of the backward pass: tile_m rows of Q against tile_n of K and V, on one CTA.
 
-    ``mma``: Sᵀ = KQᵀ, dPᵀ = VdOᵀ, dV += PᵀdO, dK += dSᵀQ, dQ = dS K. ``mufu``: P again from S.
+    ``mma``: Sᵀ = KQᵀ, dPᵀ = VdOᵀ, dV += PᵀdO, dK += dSᵀQ, dQ = dS K. ``mufu``: P again from S, less the share
+    ``fraction`` of a polynomial of ``degree``.
     ``fma``: an element of P and dS takes three f32 operations (scale and subtract LSE; dP - Δ; times P) and two halves
-    of a conversion to 16 bit.
-    ``smem``: what the MMAs read (Pᵀ and dSᵀ lie in TMEM), dS written once more for dQ, and dQ in fp32 written and read
-    by the reduction.
+    of a conversion to 16 bit; the polynomial as in :func:`_softmax_slots`.
+    ``smem``: what the MMAs read (Pᵀ and dSᵀ lie in TMEM, or in registers), dS written once more for dQ, and dQ in fp32
+    written and read by the reduction.
     """
     m, n, d = tile_m, tile_n, padded(head_dim)
+    dv = d if head_dim_v is None else padded(head_dim_v)
     packed = 0.5 if arch.tmem_columns else 1.0
-    elements = 2 * _operands(arch, n, m, d) + 2 * _operands(arch, n, d, m, a_in_smem=False) + _operands(arch, m, d, n)
+    elements = _operands(arch, n, m, d) + _operands(arch, n, m, dv) + _operands(arch, m, d, n)
+    elements += _operands(arch, n, d, m, a_in_smem=False) + _operands(arch, n, dv, m, a_in_smem=False)
     return TileCycles(
-        mma=5 * 2 * m * n * d / arch.mma_flops,
-        mufu=m * n / arch.mufu_ops,
-        fma=m * n * (3 * packed + 1) / arch.fma_ops,
+        mma=2 * m * n * (3 * d + 2 * dv) / arch.mma_flops,
+        mufu=m * n * (1 - fraction) / arch.mufu_ops,
+        fma=m * n * (3 * packed + 1 + _exp2_slots(packed, fraction, degree)) / arch.fma_ops,
         smem=((elements + m * n) * 2 + 2 * m * d * 4) / arch.smem_bytes_per_clock,
     )
+
+
+def steps_per_key_tile(problem: AttentionProblem, config: Config) -> list[int]:
+    """Steps of each key tile of one (batch, K/V head) in a backward: blocks of queries that see one of its keys, of
+    every query head of the group."""
+    blocks = math.ceil(problem.seqlen_q / config.tile_m)
+    steps = []
+    for start in range(0, problem.seqlen_k, config.tile_n):
+        first = max(0, start - (problem.seqlen_k - problem.seqlen_q)) if problem.causal else 0
+        steps.append((blocks - first // config.tile_m) * problem.gqa_ratio)
+    return steps
 
 
 def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:
@@ -153,9 +182,17 @@ def bound(problem: AttentionProblem, config: Config, device: Device) -> Bound:
     The SM with most work has at least the mean number of steps, the longest tile, and as many of the shortest tiles as
     the fullest SM must take.
     """
-    tile = tile_cycles(device.arch, config, problem.head_dim, problem.head_dim_v)
-    steps = steps_per_tile(problem, config)
-    groups = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
+    if problem.op == "bwd":
+        tile = backward_tile_cycles(
+            device.arch, config.tile_m, config.tile_n, problem.head_dim, problem.head_dim_v,
+            config.exp2_poly_fraction, config.exp2_poly_degree,
+        )  # fmt: skip
+        steps = steps_per_key_tile(problem, config)
+        groups = problem.batch * problem.heads_kv
+    else:
+        tile = tile_cycles(device.arch, config, problem.head_dim, problem.head_dim_v)
+        steps = steps_per_tile(problem, config)
+        groups = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
     busiest = 0.0
     if steps and groups:
         mean = groups * sum(steps) / device.sm_count

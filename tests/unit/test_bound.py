@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fa4gen.arch import ARCHS, get_device
-from fa4gen.bound import TileCycles, backward_tile_cycles, bound, steps_per_tile, tile_cycles
-from fa4gen.config import Config, FlashFwdSm90Config, FlashFwdSm100Config
+from fa4gen.bound import TileCycles, backward_tile_cycles, bound, steps_per_key_tile, steps_per_tile, tile_cycles
+from fa4gen.config import Config, FlashBwdSm90Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.problem import AttentionProblem, attended_pairs
 
 H200 = get_device("h200")
@@ -32,6 +32,29 @@ def test_backward_figures_of_the_paper() -> None:
     cycles = backward_tile_cycles(ARCHS["sm_100a"], 128, 128, 128)
     assert (cycles.mma, cycles.smem, cycles.mufu) == (2560, 3328, 1024)
     assert backward_tile_cycles(ARCHS["sm_103a"], 128, 128, 128)._replace(mufu=1024) == cycles
+
+
+def test_backward_steps_cover_the_attended_pairs() -> None:
+    config = FlashBwdSm90Config(tile_m=64, tile_n=128)
+    for text, steps in {
+        "h=4 sq=200 sk=300 d=64": [4, 4, 4],
+        "h=4 hk=2 sq=200 sk=300 d=64": [8, 8, 8],
+        "h=4 sq=256 sk=256 d=64 causal": [4, 2],
+        "h=4 sq=256 sk=300 d=64 causal": [4, 3, 1],  # key 128 is first seen by query 84, key 256 by 212
+        "h=4 sq=300 sk=200 d=64 causal": [4, 2],  # queries 0 to 99 see nothing
+    }.items():
+        assert steps_per_key_tile(AttentionProblem.parse(f"{text} op=bwd"), config) == steps
+
+
+def test_backward_bound_is_two_and_a_half_forwards_of_mma() -> None:
+    forward = AttentionProblem.parse("b=8 h=16 s=8192 d=128")
+    backward = AttentionProblem.parse(f"{forward} op=bwd")
+    config = FlashBwdSm90Config(tile_m=64, tile_n=128)
+    ours, theirs = bound(backward, config, H200), bound(forward, CONFIG, H200)
+    assert ours.mma == pytest.approx(2.5 * theirs.mma, rel=0.02)
+    assert ours.unit == "mma" and ours.mma == pytest.approx(backward.flops / 132 / ARCHS["sm_90a"].mma_flops, rel=0.02)
+    polynomial = bound(backward, FlashBwdSm90Config(tile_m=64, tile_n=128, exp2_poly_fraction=0.25), H200)
+    assert polynomial.mufu == pytest.approx(0.75 * ours.mufu) and polynomial.fma > ours.fma
 
 
 def test_the_bound_moves_from_hopper_to_blackwell_to_blackwell_ultra() -> None:
