@@ -46,8 +46,13 @@ class FlashFwdSm90Config:
             vote and a branch.
         pack_gqa: the query heads of one K/V head share a tile, so short sequences fill it and K/V is read once.
         persistent: one CTA an SM walks over tiles, overlapping a tile's epilogue with the next one's loads.
+        ctas_per_sm: CTAs that share an SM, one's prologue and epilogue under the other's loop: occupancy against
+            registers and shared memory for each, and K/V loaded by both.
+        epilogue: of a persistent kernel: "tma_over_q" stages O where Q lies, which delays the next tile's Q; "tma" in
+            shared memory of its own, so that Q is loaded ahead.
         tile_order: "linear" walks M blocks, heads, batches; "longest_first" takes the M blocks with most keys
-            first, heads in sections whose K and V fit the L2.
+            first, heads in sections whose K and V fit the L2; "paired" gives a persistent CTA the M block with most
+            keys of a head and the one with fewest in turn, so that a causal mask leaves all with equal work.
         cluster_m: CTAs of a cluster that share each K/V load by multicast: L2 traffic against lock-step.
         producer_regs: registers a thread of the producer warpgroup after setmaxnreg; the MMA warpgroups get the rest.
     """
@@ -63,6 +68,7 @@ class FlashFwdSm90Config:
     exp2_poly_degree: int = 3
     rescale_threshold: float | None = 8.0
     pack_gqa: bool = False
+    ctas_per_sm: int = 1
     persistent: bool = False
     epilogue: str = "tma_over_q"
     tile_order: str = "linear"
@@ -115,6 +121,8 @@ class FlashFwdSm100Config:
             vote and a branch.
         reload_scores: the softmax reads S from TMEM twice, for the maximum and for the exponentials, a chunk at a time:
             TMEM reads against holding tile_n registers.
+        use_2cta: a pair of CTAs issues each MMA for 256 rows, 128 of a Q tile in either; each holds half of every K
+            and V tile. Shared-memory space and traffic against lock-step, and twice the rows to fill.
         softmax_regs: registers a thread of a softmax warpgroup after setmaxnreg.
         correction_regs: registers a thread of the correction warpgroup; the warps that issue TMA and MMA get the rest.
         pack_gqa: the query heads of one K/V head share a tile, so short sequences fill it and K/V is read once.
@@ -137,6 +145,7 @@ class FlashFwdSm100Config:
     p_store_split: float = 0.75
     rescale_threshold: float | None = 8.0
     reload_scores: bool = False
+    use_2cta: bool = False
     softmax_regs: int = 192
     correction_regs: int = 80
     pack_gqa: bool = False
@@ -148,6 +157,11 @@ class FlashFwdSm100Config:
     def tile_m(self) -> int:
         """Q rows a CTA."""
         return 128 * self.q_stages
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on one tile of ``ctas`` x ``tile_m`` rows."""
+        return 2 if self.use_2cta else 1
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> FlashFwdSm100Config:
@@ -165,7 +179,9 @@ class FlashFwdSm100Config:
         if widest <= 64:
             return cls(kv_stages=6, exp2_poly_fraction=0.25, **structure)
         if widest <= 128:
-            return cls(kv_stages=3, exp2_poly_fraction=0.09375, **structure)
+            # K and V through shared memory once for 512 rows, where there are that many and all see the same keys.
+            pair = problem.seqlen_q > 256 and not problem.causal
+            return cls(use_2cta=pair, kv_stages=6 if pair else 3, exp2_poly_fraction=0.09375, **structure)
         if problem.head_dim <= 192 and problem.head_dim_v <= 128:
             return cls(kv_stages=2, epilogue="tma_over_q", exp2_poly_fraction=0.0625, **structure)
         one_tile: dict[str, Any] = {"q_stages": 1, "s_stages": 2, "softmax_regs": 208, "correction_regs": 112}
@@ -183,6 +199,10 @@ class FlashBwdSm90Config:
         q_stages: depth of the ring of Q and LSE. Latency hiding against shared memory.
         do_stages: the same of dO and Δ.
         ds_stages: slots of dS. With two, a warpgroup may write its part while another still reads the last one.
+        ds_from_rounded_p: dS takes P as rounded for dV, not in fp32: tile_m / 2 registers against a conversion and an
+            error of dS that grows by half of what its own rounding is.
+        mma_dk_is_rs: dS goes to the dK WGMMA from registers; else from shared memory, where dQ needs it anyway, which
+            frees tile_m / 4 registers and costs shared-memory bandwidth.
         dq_swap_ab: dQᵀ = Kᵀ dSᵀ in place of dQ = dS K, which a tile_m that is no multiple of 64 needs.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
         exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
@@ -196,6 +216,8 @@ class FlashBwdSm90Config:
     q_stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
+    ds_from_rounded_p: bool = False
+    mma_dk_is_rs: bool = False
     dq_swap_ab: bool = False
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
@@ -206,7 +228,7 @@ class FlashBwdSm90Config:
     def default(cls, problem: AttentionProblem) -> FlashBwdSm90Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is."""
         if max(problem.head_dim, problem.head_dim_v) <= 64:
-            return cls(tile_m=128)
+            return cls(tile_m=128, ds_from_rounded_p=True)
         return cls(tile_m=64)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "p_split",
     "padded",
     "padded_bwd",
+    "padded_v",
     "smem_bytes",
     "tmem_columns",
 ]
@@ -39,6 +40,7 @@ MAX_EXPONENT = {"bf16": 127, "fp16": 15}
 WORKING_REGISTERS = 28
 # Registers that ptxas wants beside the accumulator of a single wgmma, out of what the launch gives a thread (C7602).
 WGMMA_REGISTERS = 26
+RESERVED_SMEM = 1024  # of every CTA, by the system
 MIN_SETMAXNREG, MAX_SETMAXNREG = 24, 240
 
 
@@ -73,13 +75,19 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
+def padded_v(head_dim_v: int, config: Config) -> int:
+    """Columns of V and O as tiles hold them: :func:`padded`, and with 2-CTA MMA two halves that are."""
+    step = 16 * getattr(config, "ctas", 1)
+    return -(-head_dim_v // step) * step
+
+
 def padded_bwd(head_dim: int) -> int:
     """Head dim as the backward's tiles hold it: two halves, one a warpgroup, that are multiples of 16."""
     return -(-head_dim // 32) * 32
 
 
 def launch_registers(threads: int, arch: Arch) -> int:
-    """Registers a thread at launch with one CTA an SM: setmaxnreg redistributes these and no more."""
+    """Registers a thread at launch with ``threads`` an SM: setmaxnreg redistributes these and no more."""
     return min(arch.registers_per_sm // threads, 256) // 8 * 8
 
 
@@ -89,7 +97,8 @@ def mma_registers(config: FlashFwdSm90Config | FlashBwdSm90Config, arch: Arch) -
     Roles' registers x warpgroups must stay within launch registers x warpgroups: a kernel that asks for more hangs.
     """
     warpgroups = (config.tile_n if isinstance(config, FlashBwdSm90Config) else config.tile_m) // 64
-    budget = launch_registers(128 * (warpgroups + 1), arch) * (warpgroups + 1)
+    ctas = getattr(config, "ctas_per_sm", 1)
+    budget = launch_registers(128 * (warpgroups + 1) * ctas, arch) * (warpgroups + 1)
     return min((budget - config.producer_regs) // warpgroups // 8 * 8, MAX_SETMAXNREG)
 
 
@@ -103,11 +112,12 @@ def _kilobytes(size: int) -> int:
 
 
 def _smem_sm90(static: StaticProblem, config: FlashFwdSm90Config) -> Iterator[int]:
-    """Barriers, Q slabs (reused for O), K and V rings, P."""
+    """Barriers; Q slabs (reused for O) or slabs of both; K and V rings; P."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
     yield (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
-    yield config.tile_m * max(head_dim, head_dim_v) * size
+    yield config.tile_m * (head_dim if config.epilogue == "tma" else max(head_dim, head_dim_v)) * size
+    yield config.tile_m * head_dim_v * size if config.epilogue == "tma" else 0
     yield config.kv_stages * config.tile_n * head_dim * size
     yield config.kv_stages * config.tile_n * head_dim_v * size
     yield 0 if config.mma_pv_is_rs else config.tile_m * config.tile_n * size
@@ -125,6 +135,15 @@ def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch:
     yield from _registers(config, problem, arch)
     yield from _shared_memory(problem, config, arch)
     yield from _pack_gqa(problem, config, 64)
+    if config.tile_order == "paired" and not config.persistent:
+        yield Rejection("tile_order", "pairs of tiles are a persistent CTA's: tile_order paired needs persistent")
+    occupied = config.ctas_per_sm * (smem_bytes(problem.static, config) + RESERVED_SMEM)
+    if occupied > arch.smem_per_sm:
+        yield Rejection(
+            "ctas_per_sm",
+            f"{config.ctas_per_sm} CTAs need {occupied} B of shared memory, an SM of {arch.name} has {arch.smem_per_sm}",
+            {"needed": occupied, "available": arch.smem_per_sm},
+        )
     if config.cluster_m > 1 and (problem.causal or config.tile_order != "linear"):
         yield Rejection(
             "cluster",
@@ -145,12 +164,17 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
         yield Rejection("schedule", f"pingpong needs two warpgroups, so tile_m >= 128, got {config.tile_m}")
     if config.cluster_m not in (1, 2, 4):
         yield Rejection("cluster_m", f"cluster_m must be 1, 2 or 4, got {config.cluster_m}")
+    if config.ctas_per_sm not in (1, 2):
+        yield Rejection("ctas_per_sm", f"ctas_per_sm must be 1 or 2, got {config.ctas_per_sm}")
+    if config.epilogue not in ("tma", "tma_over_q"):
+        yield Rejection("epilogue", f"epilogue must be tma or tma_over_q, got {config.epilogue!r}")
     yield from _common_knobs(config, problem)
 
 
 def _common_knobs(config: Config, problem: AttentionProblem) -> Iterator[Rejection]:
-    if config.tile_order not in ("linear", "longest_first"):
-        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
+    orders = ("linear", "longest_first", *["paired"] * isinstance(config, FlashFwdSm90Config))
+    if config.tile_order not in orders:
+        yield Rejection("tile_order", f"tile_order must be one of {', '.join(orders)}, got {config.tile_order!r}")
     yield from _exp2_knobs(config)
     threshold = config.rescale_threshold
     # Half of the exponent range is left to the row sums of P that are rounded to its type.
@@ -216,15 +240,16 @@ def _registers(config: FlashFwdSm90Config, problem: AttentionProblem, arch: Arch
     if config.exp2_poly_fraction > 0 and not config.mma_pv_is_rs:
         probabilities = config.tile_n // 4 + 8
     output = padded(problem.head_dim_v) // 2
-    needed = scores + probabilities + output + WORKING_REGISTERS
+    queries = padded(problem.head_dim) // 4 if config.mma_qk_is_rs else 0
+    needed = scores + probabilities + output + queries + WORKING_REGISTERS
     if needed > available:
         yield Rejection(
             "registers",
-            f"S, P, O and {WORKING_REGISTERS} working registers need {needed} a thread, "
+            f"S, P, O{', Q' if queries else ''} and {WORKING_REGISTERS} working registers need {needed} a thread, "
             f"an MMA warpgroup of this split has {available}",
             {"needed": needed, "available": available},
         )
-    at_launch = launch_registers(128 * (config.tile_m // 64 + 1), arch)
+    at_launch = launch_registers(128 * (config.tile_m // 64 + 1) * config.ctas_per_sm, arch)
     one_wgmma = max(scores, output) + WGMMA_REGISTERS
     if one_wgmma > at_launch:
         yield Rejection(
@@ -256,14 +281,17 @@ def p_split(config: FlashFwdSm100Config) -> int:
 
 
 def kv_stage_bytes(static: StaticProblem, config: FlashFwdSm100Config) -> int:
-    """A stage of the ring that K and V share, with the alignment that the widest swizzle wants."""
-    widest = max(padded(static.head_dim), padded(static.head_dim_v))
-    return _kilobytes(config.tile_n * widest * DTYPE_BYTES[static.dtype])
+    """A stage of the ring that K and V share, with the alignment that the widest swizzle wants.
+
+    A CTA of a pair holds half of K's rows, or of V's columns.
+    """
+    widest = max(padded(static.head_dim), padded_v(static.head_dim_v, config))
+    return _kilobytes(config.tile_n * widest // config.ctas * DTYPE_BYTES[static.dtype])
 
 
 def tmem_columns(static: StaticProblem, config: FlashFwdSm100Config) -> int:
     """TMEM columns in use: every slot of S, in which P lies too, and O of every Q tile."""
-    return config.q_stages * (config.s_stages * config.tile_n + padded(static.head_dim_v))
+    return config.q_stages * (config.s_stages * config.tile_n + padded_v(static.head_dim_v, config))
 
 
 def other_registers(config: FlashFwdSm100Config, arch: Arch) -> int:
@@ -280,7 +308,7 @@ def other_registers(config: FlashFwdSm100Config, arch: Arch) -> int:
 def _smem_sm100(static: StaticProblem, config: FlashFwdSm100Config) -> Iterator[int]:
     """Barriers, TMEM address and row statistics; Q; the K/V ring; O if it is staged beside Q."""
     size = DTYPE_BYTES[static.dtype]
-    head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
+    head_dim, head_dim_v = padded(static.head_dim), padded_v(static.head_dim_v, config)
     slots = config.q_stages * config.s_stages
     a_slot = 3 + (p_split(config) < config.tile_n)
     a_q_tile = 3 + (config.s_stages == 2) + (config.epilogue != "registers")
@@ -309,6 +337,9 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
             yield Rejection(name, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
     if config.tile_n % 16 or not 32 <= config.tile_n <= 256:
         yield Rejection("tile_n", f"tile_n must be a multiple of 16 from 32 to 256, got {config.tile_n}")
+    # N of a M = 256 MMA is a multiple of 32: 16 rows of K in either CTA.
+    if config.use_2cta and config.tile_n % 32:
+        yield Rejection("use_2cta", f"use_2cta halves tile_n, which must be a multiple of 32, got {config.tile_n}")
     # A step holds a K and a V tile at once.
     if not 2 <= config.kv_stages <= 16:
         yield Rejection("kv_stages", f"kv_stages must be 2 to 16, got {config.kv_stages}")
@@ -388,6 +419,20 @@ def _smem_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config) -> Iterato
     yield config.tile_m * head_dim * 4
 
 
+def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int:
+    """Registers that a MMA thread needs: dK and dV beside what is live or in flight at the worse of two moments.
+
+    P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are in
+    flight, while dV and dK may still read P and dS in registers.
+    """
+    scores, operand = config.tile_m // 2, config.tile_m // 4
+    dq = config.tile_m * padded_bwd(static.head_dim) // (2 * config.tile_n)
+    softmax = 2 * scores + (0 if config.ds_from_rounded_p else operand)
+    in_flight = dq + scores + operand * (2 if config.mma_dk_is_rs else 1)
+    accumulators = (padded_bwd(static.head_dim) + padded_bwd(static.head_dim_v)) // 2
+    return accumulators + max(softmax, in_flight) + BWD_WORKING_REGISTERS
+
+
 def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch: Arch) -> Iterator[Rejection]:
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
@@ -410,13 +455,11 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
         yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
     yield from _exp2_knobs(config)
     yield from _producer_registers(config)
-    accumulators = (padded_bwd(problem.head_dim) + padded_bwd(problem.head_dim_v)) // 2
-    needed = accumulators + config.tile_m // 2 * 2 + config.tile_m // 4 + BWD_WORKING_REGISTERS
-    available = mma_registers(config, arch)
+    needed, available = backward_registers(problem.static, config), mma_registers(config, arch)
     if needed > available:
         yield Rejection(
             "registers",
-            f"dK, dV, S, dP, P and {BWD_WORKING_REGISTERS} working registers need {needed} a thread, "
+            f"accumulators, operands and {BWD_WORKING_REGISTERS} working registers need {needed} a thread, "
             f"an MMA warpgroup has {available}",
             {"needed": needed, "available": available},
         )

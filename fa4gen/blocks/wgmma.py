@@ -2,8 +2,8 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warp
 from cutlass.cute.nvgpu import warpgroup as wg
 
 
@@ -36,11 +36,10 @@ def smem_layout_mn_major(dtype, rows: int, columns: int, stages: int) -> cute.Co
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(1, 0, 2))
 
 
-def make_qk_mma(dtype, tile_n: int) -> cute.TiledMma:
-    """S (64, tile_n) = Q Kᵀ for one warpgroup, both operands in shared memory."""
-    op = wg.MmaF16BF16Op(
-        dtype, Float32, (64, tile_n, 16), wg.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
-    )
+def make_qk_mma(dtype, tile_n: int, q_in_registers: bool) -> cute.TiledMma:
+    """S (64, tile_n) = Q Kᵀ for one warpgroup, K from shared memory."""
+    source = wg.OperandSource.RMEM if q_in_registers else wg.OperandSource.SMEM
+    op = wg.MmaF16BF16Op(dtype, Float32, (64, tile_n, 16), source, OperandMajorMode.K, OperandMajorMode.K)
     return cute.make_tiled_mma(op, (1, 1, 1))
 
 
@@ -59,6 +58,14 @@ def make_mma(
     majors = [OperandMajorMode.K if k_major else OperandMajorMode.MN for k_major in (a_k_major, b_k_major)]
     op = wg.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, *majors)
     return cute.make_tiled_mma(op, (1, 1, 1))
+
+
+@cute.jit
+def load_operand_a(mma: cute.TiledMma, sA: cute.Tensor, rA: cute.Tensor, thread: Int32):
+    """Shared-memory tile ``sA`` (64, columns) to the register fragment ``rA`` of a WGMMA that takes A from there."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), sA.element_type)
+    copy = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    cute.copy(atom, copy.partition_S(sA), copy.retile(rA))
 
 
 @cute.jit

@@ -27,6 +27,26 @@ CASES = {
     "d40_dv80": ("b=1 h=1 s=190 d=40 dv=80 lse", Config(tile_n=64, kv_stages=3)),
     "d192_dv128": ("b=1 h=1 sq=300 sk=200 d=192 dv=128 causal lse", Config(tile_n=96)),
     "d256": ("b=1 h=1 s=200 d=256", Config(tile_n=64, kv_stages=1, schedule="cooperative")),
+    "q_in_registers": (
+        "b=1 h=3 sq=333 sk=250 d=64 causal lse",
+        Config(mma_qk_is_rs=True, persistent=True, epilogue="tma", tile_order="paired", tile_n=64),
+    ),
+    "q_in_registers_dv": (
+        "b=1 h=3 sq=200 sk=250 d=96 dv=64",
+        Config(mma_qk_is_rs=True, persistent=True, tile_m=192, tile_n=48),
+    ),
+    "own_epilogue": (
+        "b=2 h=4 hk=2 s=500 d=128 lse",
+        Config(tile_m=192, tile_n=80, persistent=True, epilogue="tma", pack_gqa=True),
+    ),
+    "paired": (
+        "b=1 h=2 s=600 d=64 causal lse",
+        Config(tile_m=192, persistent=True, tile_order="paired", epilogue="tma"),
+    ),
+    "two_ctas": (
+        "b=1 h=4 s=300 d=64 causal",
+        Config(tile_m=64, tile_n=96, schedule="cooperative", ctas_per_sm=2, persistent=True, epilogue="tma"),
+    ),
     "one_warpgroup": ("b=1 h=2 s=100 d=64 causal", Config(tile_m=64, schedule="cooperative")),
 }
 
