@@ -107,19 +107,22 @@ def _exp2_slots(packed: float, fraction: float, degree: int) -> float:
 def _smem_bytes(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> int:
     """Bytes of shared memory that a step reads: every MMA reads its own Q rows, and all of K and V.
 
-    sm_90: a warpgroup's WGMMA has 64 rows and up to 256 columns. sm_100: tcgen05 has 128 of each, P lies in TMEM.
+    sm_90: a warpgroup's WGMMA has 64 rows and up to 256 columns. sm_100: tcgen05 has 128 of each, P lies in TMEM; of a
+    pair of CTAs each holds, and reads, half of K and V.
     """
     m, n = config.tile_m, config.tile_n
-    elements = _operands(arch, m, n, head_dim) + _operands(arch, m, head_dim_v, n, a_in_smem=False)
+    ctas = getattr(config, "ctas", 1)
+    elements = _operands(arch, m, n, head_dim, ctas) + _operands(arch, m, head_dim_v, n, ctas, a_in_smem=False)
     if isinstance(config, FlashFwdSm90Config) and not config.mma_pv_is_rs:
         elements += 2 * m * n  # P, written and read
     return elements * 2
 
 
-def _operands(arch: Arch, m: int, n: int, k: int, *, a_in_smem: bool = True) -> int:
-    """Elements that an (m, n, k) MMA reads from shared memory: B for every instruction's rows, A for its columns."""
+def _operands(arch: Arch, m: int, n: int, k: int, ctas: int = 1, *, a_in_smem: bool = True) -> int:
+    """Elements that a CTA reads from its shared memory for its (m, n, k) of an MMA of ``ctas`` CTAs: its share of B for
+    every instruction's rows, A for its columns."""
     rows, columns = (128, 128) if arch.tmem_columns else (64, 256)
-    return math.ceil(m / rows) * (n * k + (math.ceil(n / columns) * rows * k if a_in_smem else 0))
+    return math.ceil(m / rows) * (n * k // ctas + (math.ceil(n / columns) * rows * k if a_in_smem else 0))
 
 
 def backward_tile_cycles(
@@ -162,17 +165,19 @@ def steps_per_key_tile(problem: AttentionProblem, config: Config) -> list[int]:
 def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:
     """K/V steps of each M block of one (batch, head): masked tiles are skipped, those on the diagonal count in full.
 
-    With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major.
+    With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major. A CTA pair walks the keys
+    of both its M blocks.
     """
+    ctas = getattr(config, "ctas", 1)
     ratio = problem.gqa_ratio if config.pack_gqa else 1
     rows = problem.seqlen_q * ratio
     steps = []
-    for start in range(0, rows, config.tile_m):
+    for start in range(0, rows, config.tile_m * ctas):
         keys = problem.seqlen_k
         if problem.causal:
-            last_query = (min(start + config.tile_m, rows) - 1) // ratio
+            last_query = (min(start + config.tile_m * ctas, rows) - 1) // ratio
             keys = min(keys, max(0, last_query + 1 + problem.seqlen_k - problem.seqlen_q))
-        steps.append(math.ceil(keys / config.tile_n))
+        steps += [math.ceil(keys / config.tile_n)] * ctas
     return steps
 
 

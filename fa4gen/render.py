@@ -26,6 +26,7 @@ from fa4gen.feasibility import (
     p_split,
     padded,
     padded_bwd,
+    padded_v,
     tmem_columns,
 )
 from fa4gen.problem import DTYPE_BYTES, StaticProblem
@@ -62,7 +63,7 @@ def render(variant: Variant) -> str:
         config_yaml=yaml.safe_dump(asdict(config), sort_keys=False).rstrip(),
         element_type=ELEMENT_TYPES[static.dtype],
         head_dim_padded=padded(static.head_dim),
-        head_dim_v_padded=padded(static.head_dim_v),
+        head_dim_v_padded=padded_v(static.head_dim_v, config),
         # Index expressions that only some variants need.
         kv_head="" if packed or static.gqa_ratio == 1 else " // GQA_RATIO",
         query_of_row=" // GQA_RATIO" if packed else "",

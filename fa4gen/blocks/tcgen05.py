@@ -3,48 +3,65 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as helpers
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from fa4gen.blocks.ptx import tcgen05_fence_after, tcgen05_fence_before
 
-# Rows of one accumulator: one a TMEM lane.
+# Rows of one accumulator in a CTA: one a TMEM lane. A CTA pair computes twice as many.
 TILE_ROWS = 128
+PAIR = 0b11  # both CTAs of a pair, as a multicast mask
 # A lane's address is in the upper half of a TMEM address, its column in the lower.
 _LANE_STRIDE = 1 << 16
 
 
-def make_qk_umma(dtype, tile_n: int) -> cute.TiledMma:
-    """S (128, tile_n) = Q Kᵀ, both operands in shared memory, S in TMEM."""
-    return _make_mma(dtype, tile_n, tcgen05.OperandSource.SMEM, OperandMajorMode.K)
+def make_qk_umma(dtype, tile_n: int, ctas: int = 1) -> cute.TiledMma:
+    """S (128, tile_n) = Q Kᵀ, both operands in shared memory, S in TMEM.
+
+    With ``ctas`` 2 a pair computes 256 rows: each CTA holds its 128 rows of Q and S, and half of the rows of K.
+    """
+    return _make_mma(dtype, tile_n, tcgen05.OperandSource.SMEM, OperandMajorMode.K, ctas)
 
 
-def make_pv_umma(dtype, head_dim_v: int) -> cute.TiledMma:
-    """O (128, head_dim_v) += P V, P and O in TMEM, V from shared memory."""
-    return _make_mma(dtype, head_dim_v, tcgen05.OperandSource.TMEM, OperandMajorMode.MN)
+def make_pv_umma(dtype, head_dim_v: int, ctas: int = 1) -> cute.TiledMma:
+    """O (128, head_dim_v) += P V, P and O in TMEM, V from shared memory.
+
+    With ``ctas`` 2 as above; each CTA holds half of the columns of V.
+    """
+    return _make_mma(dtype, head_dim_v, tcgen05.OperandSource.TMEM, OperandMajorMode.MN, ctas)
 
 
-def _make_mma(dtype, columns, source, b_major):
+def cta_group(ctas: int) -> tcgen05.CtaGroup:
+    """What one instruction occupies: a CTA or a pair."""
+    return tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
+
+
+def _make_mma(dtype, columns, source, b_major, ctas):
     op = tcgen05.MmaF16BF16Op(
-        dtype, Float32, (TILE_ROWS, columns, 16), tcgen05.CtaGroup.ONE, source, OperandMajorMode.K, b_major
+        dtype, Float32, (TILE_ROWS * ctas, columns, 16), cta_group(ctas), source, OperandMajorMode.K, b_major
     )
     return cute.make_tiled_mma(op)
 
 
+def _rows_of(mma: cute.TiledMma) -> int:
+    return TILE_ROWS * cute.size(mma.thr_id.shape)
+
+
 def smem_layout_a(mma: cute.TiledMma, columns: int, dtype, stages: int, stage_stride: int) -> cute.ComposedLayout:
-    """The A operand (MMA, rows, k, stage) of 128 rows and ``columns`` of K.
+    """The A operand (MMA, rows, k, stage) of a CTA's 128 rows and ``columns`` of K.
 
     ``stage_stride``: elements from one stage to the next.
     """
-    layout = helpers.make_smem_layout_a(mma, (TILE_ROWS, TILE_ROWS, columns), dtype, 1)
+    layout = helpers.make_smem_layout_a(mma, (_rows_of(mma), TILE_ROWS, columns), dtype, 1)
     return _with_stages(layout, stages, stage_stride)
 
 
 def smem_layout_b(
     mma: cute.TiledMma, rows: int, columns: int, dtype, stages: int, stage_stride: int
 ) -> cute.ComposedLayout:
-    """The B operand (MMA, rows, k, stage) of ``rows`` of N and ``columns`` of K; ``stage_stride`` as above."""
-    layout = helpers.make_smem_layout_b(mma, (TILE_ROWS, rows, columns), dtype, 1)
+    """The B operand (MMA, rows, k, stage) of ``rows`` of N, in a pair half of them, and ``columns`` of K;
+    ``stage_stride`` as above."""
+    layout = helpers.make_smem_layout_b(mma, (_rows_of(mma), rows, columns), dtype, 1)
     return _with_stages(layout, stages, stage_stride)
 
 
@@ -62,14 +79,14 @@ def _with_stages(layout: cute.ComposedLayout, stages: int, stride: int) -> cute.
 
 
 def accumulator(base: cute.Pointer, column: Int32, mma: cute.TiledMma, columns: int) -> cute.Tensor:
-    """The (128, columns) accumulator of ``mma`` that starts at TMEM column ``column``."""
-    layout = mma.make_fragment_C(mma.partition_shape_C((TILE_ROWS, columns))).layout
+    """The accumulator, (128, columns) a CTA, of ``mma`` that starts at TMEM column ``column``."""
+    layout = mma.make_fragment_C(mma.partition_shape_C((_rows_of(mma), columns))).layout
     return cute.make_tensor(base + column, layout)
 
 
 def operand_in_tmem(base: cute.Pointer, column: Int32, mma: cute.TiledMma, columns: int, dtype) -> cute.Tensor:
     """The A operand (MMA, rows, k) of ``mma``, 16-bit pairs packed from TMEM column ``column`` on."""
-    layout = helpers.make_smem_layout_a(mma, (TILE_ROWS, TILE_ROWS, columns), dtype, 1)
+    layout = helpers.make_smem_layout_a(mma, (_rows_of(mma), TILE_ROWS, columns), dtype, 1)
     fragment = mma.make_fragment_A(cute.make_tensor(base, layout.outer))
     pointer = cute.recast_ptr(base + column, dtype=dtype)
     return cute.make_tensor(pointer, fragment.layout)[None, None, None, 0]
@@ -98,10 +115,16 @@ def issue_umma(
 
 
 @cute.jit
-def commit(barrier: cute.Pointer):
-    """One arrival at ``barrier`` when everything that this warp issued so far is done."""
+def commit(barrier: cute.Pointer, pair: cutlass.Constexpr[bool] = False):
+    """One arrival at ``barrier`` when everything that this warp issued so far is done.
+
+    ``pair``: that were MMAs of a CTA pair; the arrival comes to the same barrier of both.
+    """
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        if const_expr(pair):
+            tcgen05.commit(barrier, PAIR, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
 
 
 @cute.jit
@@ -112,12 +135,15 @@ def wait(barrier: cute.Pointer, phase: Int32):
 
 
 @cute.jit
-def arrive_warp(barrier: cute.Pointer):
-    """One arrival for the whole warp, after all that its lanes did in shared memory and, waited for, in TMEM."""
+def arrive_warp(barrier: cute.Pointer, rank: cutlass.Constexpr[object] = None):
+    """One arrival for the whole warp, after all that its lanes did in shared memory and, waited for, in TMEM.
+
+    ``rank``: the CTA of the cluster whose barrier it is, this one by default.
+    """
     tcgen05_fence_before()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
+        cute.arch.mbarrier_arrive(barrier, rank)
 
 
 def _rows(base, column, columns):

@@ -34,6 +34,29 @@ CASES = {
         Config(tile_n=96, exp2_poly_fraction=0.25, exp2_poly_degree=5, exp2_poly_start=0.5),
     ),
     "odd_tile": ("b=1 h=2 s=401 d=40 dv=80 causal", Config(tile_n=80, kv_stages=5)),
+    "pair": ("b=1 h=3 s=600 d=128 causal lse", Config(use_2cta=True, kv_stages=6)),
+    "pair_one_row": ("b=1 h=2 sq=1 sk=1 d=64 lse", Config(use_2cta=True)),
+    "pair_pack_gqa": (
+        "b=2 h=8 hk=1 sq=70 sk=333 d=128 causal lse",
+        Config(use_2cta=True, pack_gqa=True, tile_order="longest_first", scheduler="single"),
+    ),
+    "pair_gqa": ("b=1 h=4 hk=2 sq=777 sk=300 d=64 causal lse", Config(use_2cta=True)),
+    "pair_two_slots": (
+        "b=1 h=2 s=450 d=40 dv=80 lse",
+        Config(use_2cta=True, s_stages=2, tile_n=64, rescale_threshold=None, p_store_split=1.0, kv_stages=5),
+    ),
+    "pair_over_q": (
+        "b=1 h=5 s=300 d=64 dv=128 lse",
+        Config(use_2cta=True, epilogue="tma_over_q", tile_n=96, mma_order="grouped"),
+    ),
+    "pair_from_registers": (
+        "b=1 h=2 sq=400 sk=300 d=192 dv=128 causal dtype=fp16",
+        Config(use_2cta=True, epilogue="registers", tile_n=128),
+    ),
+    "pair_one_q_tile": (
+        "b=1 h=2 s=300 d=256 lse",
+        Config(**ONE_TILE, use_2cta=True, s_stages=2, tile_n=96, epilogue="tma_over_q", exp2_poly_fraction=0.0),
+    ),
     "one_row": ("b=1 h=2 sq=1 sk=1 d=64 lse", Config()),
     "one_query": ("b=1 h=2 sq=1 sk=900 d=128 causal lse", Config(scheduler="single")),
 }
@@ -52,7 +75,7 @@ def test_right_in_every_schedule(build, case):
     assert verdict.accuracy is not None and verdict.accuracy.ok
 
 
-@pytest.mark.parametrize("case", ["default_d128", "two_slots"])
+@pytest.mark.parametrize("case", ["default_d128", "two_slots", "pair"])
 @pytest.mark.parametrize("kind", ["peaked", "constant", "large_v", "strided", "expanded"])
 def test_other_inputs(build, case, kind):
     artifact, problem = built(build, case)
@@ -62,9 +85,20 @@ def test_other_inputs(build, case, kind):
     assert report.ok, report.message
 
 
-def test_several_tiles_a_cta(build):
-    artifact, problem = built(build, "persistent")
+@pytest.mark.parametrize("case", ["persistent", "pair_over_q"])
+def test_several_tiles_a_cta(build, case):
+    artifact, problem = built(build, case)
     assert emulator.verify(artifact, problem, num_sms=1).ok
+
+
+def test_a_pair_reads_each_half_of_keys_and_values_once(build):
+    read = []
+    for use_2cta in (False, True):
+        artifact, problem = build("b=1 h=1 s=512 d=128", Config(use_2cta=use_2cta), "sm_100a")
+        (kernel,) = emulator.run(artifact, problem).kernels
+        read.append(kernel.shared_bytes_read)
+    tiles, operand = (512 // 128) ** 2, 128 * 128 * 2
+    assert read[0] - read[1] == tiles * operand, "of Q, K and V a tile, half of K and half of V"
 
 
 def test_the_polynomial_moves_exponentials_from_mufu_to_packed_fma(build):

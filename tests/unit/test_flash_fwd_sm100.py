@@ -33,6 +33,7 @@ OTHER_VALUES = {
     "p_store_split": 1.0,
     "rescale_threshold": None,
     "reload_scores": True,
+    "use_2cta": True,
     "softmax_regs": 184,
     "correction_regs": 88,
     "pack_gqa": True,
@@ -48,7 +49,7 @@ WITH = {
     "softmax_regs": {"tile_n": 96},
 }
 
-# The others change what is done, not how often or with how much.
+# The others change what is done, not how often or with how much; a pair also whose every barrier is.
 NUMBERS = {
     *("tile_n", "kv_stages", "exp2_poly_fraction", "exp2_poly_degree", "exp2_poly_start"),
     *("rescale_threshold", "softmax_regs", "correction_regs"),
@@ -84,7 +85,7 @@ def test_a_diff_shows_what_the_knob_means(knob):
     lines = diff(*(Variant.of("sm_100a", D64, config) for config in (base, other))).splitlines()[2:]
     changed = [line for line in lines if line[0] in "+-"]
     assert changed[0].startswith(f"-  {knob}: ") and changed[1].startswith(f"+  {knob}: ")
-    assert len(changed) <= (8 if knob in NUMBERS else 90)
+    assert len(changed) <= (8 if knob in NUMBERS else 135 if knob == "use_2cta" else 90)
 
 
 @pytest.mark.parametrize("text", ["h=4 s=64 d=128", "h=4 s=64 d=128 causal lse", "h=8 hk=2 s=64 d=64 dtype=fp16"])
@@ -97,6 +98,8 @@ def test_a_diff_shows_what_the_knob_means(knob):
         {"s_stages": 2, "tile_n": 64, "p_store_split": 1.0},
         {"reload_scores": True, "epilogue": "tma_over_q"},
         {"mma_order": "grouped", **ONE_TILE},
+        {"use_2cta": True, "scheduler": "single"},
+        {"use_2cta": True, "epilogue": "registers", "s_stages": 2, "tile_n": 64},
     ],
 )
 def test_source_is_clean(text, knobs):
@@ -146,9 +149,18 @@ def test_shared_memory_by_hand():
     assert smem_bytes(wide_v, over_q) == statistics + q + ring, "O is wider than Q, and a stage as wide as V"
 
 
+def test_a_cta_of_a_pair_holds_half_of_keys_and_values():
+    pair = dataclasses.replace(BASE, use_2cta=True, kv_stages=6)
+    assert smem_bytes(D128.static, pair) == smem_bytes(D128.static, BASE), "six halves, and barriers in the same kilobyte"
+    assert tmem_columns(D128.static, pair) == tmem_columns(D128.static, BASE) == 512
+    narrow = AttentionProblem.parse("h=2 s=64 d=64 dv=72").static
+    assert tmem_columns(narrow, BASE) == 2 * (128 + 80)
+    assert tmem_columns(narrow, pair) == 2 * (128 + 96), "two halves of V, each whole steps of 16 columns"
+
+
 @pytest.mark.parametrize(
     ("knobs", "other"),
-    [({}, 48), ({"softmax_regs": 200}, 32), (ONE_TILE, 168), ({**ONE_TILE, "softmax_regs": 240}, 152)],
+    [({}, 48), ({"use_2cta": True}, 48), ({"softmax_regs": 200}, 32), (ONE_TILE, 168), ({**ONE_TILE, "softmax_regs": 240}, 152)],
 )
 def test_register_split_never_exceeds_what_the_launch_gave(knobs, other):
     config = dataclasses.replace(BASE, **knobs)
@@ -173,6 +185,9 @@ def test_register_split_never_exceeds_what_the_launch_gave(knobs, other):
         ("h=2 s=64 d=64", {"scheduler": "greedy"}, "scheduler"),
         ("h=2 s=64 d=64", {"epilogue": "none"}, "epilogue"),
         ("h=2 s=64 d=64", {"tile_order": "random"}, "tile_order"),
+        ("h=2 s=64 d=64", {"use_2cta": True, "tile_n": 80}, "use_2cta"),
+        ("h=2 s=64 d=128", {"use_2cta": True, "kv_stages": 7}, "smem"),
+        ("h=2 s=64 d=200", {"use_2cta": True}, "tmem"),
         ("h=2 s=64 d=64", {"p_store_split": 0.0}, "p_store_split"),
         ("h=2 s=64 d=64", {"exp2_poly_fraction": 0.5, "exp2_poly_start": 0.75}, "exp2_poly_start"),
         ("h=2 s=64 d=64", {"exp2_poly_fraction": 1.5}, "exp2_poly_start"),
