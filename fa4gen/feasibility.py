@@ -423,12 +423,12 @@ def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int
     """Registers that a MMA thread needs: dK and dV beside what is live or in flight at the worse of two moments.
 
     P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are in
-    flight, while dV and dK may still read P and dS in registers.
+    flight, while dK still reads dS in registers.
     """
     scores, operand = config.tile_m // 2, config.tile_m // 4
     dq = config.tile_m * padded_bwd(static.head_dim) // (2 * config.tile_n)
     softmax = 2 * scores + (0 if config.ds_from_rounded_p else operand)
-    in_flight = dq + scores + operand * (2 if config.mma_dk_is_rs else 1)
+    in_flight = dq + scores + (2 * operand if config.mma_dk_is_rs else 0)  # measured: ptxas keeps dS twice
     accumulators = (padded_bwd(static.head_dim) + padded_bwd(static.head_dim_v)) // 2
     return accumulators + max(softmax, in_flight) + BWD_WORKING_REGISTERS
 
@@ -447,10 +447,11 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
             "tile_m must be 64 or 128, or with dq_swap_ab, which needs a head dim of 97 to 128, a multiple of 16, "
             f"got {config.tile_m}",
         )
-    for name in ("q_stages", "do_stages", "ds_stages"):
+    # S of the next step is issued before dK of this one has read Q.
+    for name, least in (("q_stages", 2), ("do_stages", 1), ("ds_stages", 1)):
         value = getattr(config, name)
-        if not 1 <= value <= 4:
-            yield Rejection(name, f"{name} must be 1 to 4, got {value}")
+        if not least <= value <= 4:
+            yield Rejection(name, f"{name} must be {least} to 4, got {value}")
     if config.tile_order not in ("linear", "longest_first"):
         yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
     yield from _exp2_knobs(config)

@@ -60,13 +60,13 @@ def mask_early_columns(p: cute.Tensor, row: cutlass.Constexpr[int], first: Int32
 
 @cute.jit
 def score_gradient(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
-    """dp = dS = P ∘ (dP - Δ) in place, both (row, column) views; ``delta``: see :func:`column_pairs`."""
+    """dp = dS = P ∘ (dP - Δ) in place, both (row, column) views, P of any type; ``delta``: see :func:`column_pairs`."""
     pair = cute.make_rmem_tensor((2,), Float32)
     for j in cutlass.range_constexpr(cute.size(p, mode=[1]) // 2):
         cute.autovec_copy(delta[None, j], pair)
         for i in cutlass.range_constexpr(4):
             row, column = i // 2, 2 * j + i % 2
-            dp[row, column] = p[row, column] * (dp[row, column] - pair[i % 2])
+            dp[row, column] = p[row, column].to(Float32) * (dp[row, column] - pair[i % 2])
 
 
 @cute.jit
