@@ -100,7 +100,7 @@ def run_case(measurer: CudaMeasurer, case: Case, compiled: Artifact | CompileErr
     """Outcome ("right", "wrong", or the kind of failure) and the report or the failure's message."""
     if isinstance(compiled, CompileError):
         return "compile", str(compiled)
-    result = measurer.verify(case.problem, compiled, case.kind, case.seed)
+    result = measurer.verify(case.problem, compiled, case.kind, case.seed, case.variant.config)
     if isinstance(result, Failure):
         return result.kind.value, result.message
     return ("right" if result.ok else "wrong"), result
