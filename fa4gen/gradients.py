@@ -42,6 +42,7 @@ from fa4gen.problem import AttentionProblem
 
 __all__ = [
     "ExpectedGradients",
+    "Gradients",
     "check_gradients",
     "expect_gradients",
     "make_gradient_inputs",
