@@ -129,3 +129,19 @@ def load_vectors(source: cute.Pointer, acc: cute.Tensor, thread: Int32):
     registers = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         cute.autovec_copy(vectors[None, i], registers[None, i])
+
+
+@cute.jit
+def await_count(semaphore: cute.Pointer, count: Int32):
+    """Waits until the Int32 in global memory has reached ``count``. What its writers did before is visible then."""
+    while cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") < count:
+        pass
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def count_up(semaphore: cute.Pointer):
+    """One more, after all that this warp did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.atomic_add(semaphore, Int32(1), sem="release", scope="gpu")
