@@ -237,12 +237,16 @@ class FlashBwdSm100Config:
     """Knobs of ``flash_bwd_sm100``: a CTA holds 128 keys and walks over the queries that see them, 128 a step.
 
     Attributes:
-        q_stages: depth of the ring of Q and LSE. Sᵀ of a step is computed before dK of the one before, so at least 2.
+        use_2cta: a pair of CTAs issues each MMA for its 256 keys; each holds half of a tile of Q and dO. The dS of half
+            of the queries goes to the other CTA, and each sums dQ of 64 queries over 256 keys. Half of the reductions
+            and less shared-memory traffic against lock-step, and copies of K, Q and dO by columns beside those by rows.
+        q_stages: depth of the rings of Q and LSE. On one CTA Sᵀ of a step comes before dK of the one before, so at
+            least 2; a pair holds Q by rows and by columns, which are done at their own times.
         do_stages: the same of dO and Δ. Latency hiding against shared memory.
         dq_stages: stages of 32 columns of dQ on their way to global memory, at most; the most that divide its columns
             are used. Depth of the reductions in flight against shared memory.
-        dq_own_columns: dQ has TMEM columns of its own; else it lies where dP does, and dP of the next step waits until
-            dQ was read.
+        dq_own_columns: dQ has TMEM columns of its own; else it lies where dP does (a pair's: where half of Sᵀ does),
+            and what comes there next waits until dQ was read.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units (packed f32x2), not by
             MUFU.
         exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
@@ -253,6 +257,7 @@ class FlashBwdSm100Config:
             see first, "shortest_first" last, heads in sections whose Q, dO and dQ fit the L2.
     """
 
+    use_2cta: bool = False
     q_stages: int = 2
     do_stages: int = 1
     dq_stages: int = 2
@@ -263,6 +268,11 @@ class FlashBwdSm100Config:
     compute_regs: int = 152
     reduce_regs: int = 104
     tile_order: str = "linear"
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that work on ``ctas`` x ``tile_n`` keys in lock-step."""
+        return 2 if self.use_2cta else 1
 
     @property
     def tile_m(self) -> int:

@@ -485,21 +485,21 @@ MIN_REDUCE_REGISTERS = 64
 MIN_ISSUE_REGISTERS = 64
 
 
-def dq_chunk(static: StaticProblem) -> int:
-    """Columns of dQ that one reduction adds: 128 bytes of fp32, or 64."""
-    return 16 if padded(static.head_dim) % 32 else 32
+def dq_chunk(static: StaticProblem, config: FlashBwdSm100Config) -> int:
+    """Columns of dQ that one reduction adds: 128 bytes of fp32, or 64. A thread has dQ's columns, or half of them."""
+    return 16 if padded_v(static.head_dim, config) // config.ctas % 32 else 32
 
 
 def dq_stages_used(static: StaticProblem, config: FlashBwdSm100Config) -> int:
     """Stages of dQ that a step fills a whole number of times."""
-    chunks = padded(static.head_dim) // dq_chunk(static)
+    chunks = padded_v(static.head_dim, config) // config.ctas // dq_chunk(static, config)
     return max(n for n in range(1, min(config.dq_stages, chunks) + 1) if chunks % n == 0)
 
 
 def bwd_tmem_columns(static: StaticProblem, config: FlashBwdSm100Config) -> int:
     """TMEM columns in use: Sᵀ, which P overwrites, dPᵀ, which dS overwrites, dV, dK, and dQ if it has its own."""
-    d, dv = padded(static.head_dim), padded(static.head_dim_v)
-    return 2 * config.tile_m + dv + d + (d if config.dq_own_columns else 0)
+    d, dv = padded_v(static.head_dim, config), padded_v(static.head_dim_v, config)
+    return 2 * config.tile_m + dv + d + (d // config.ctas if config.dq_own_columns else 0)
 
 
 def bwd_other_registers(config: FlashBwdSm100Config, arch: Arch) -> int:
@@ -509,25 +509,32 @@ def bwd_other_registers(config: FlashBwdSm100Config, arch: Arch) -> int:
 
 
 def _smem_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config) -> Iterator[int]:
-    """Barriers, TMEM address, LSE and Δ; K; V; the rings of Q and dO; dS; stages of dQ in fp32."""
-    size = DTYPE_BYTES[static.dtype]
-    d, dv = padded(static.head_dim), padded(static.head_dim_v)
+    """Barriers, TMEM address, LSE and Δ; K; V; the rings of Q and dO; dS; stages of dQ in fp32.
+
+    A CTA of a pair: half of Q and dO by rows and half by columns, K by columns too, and the dS that it sends.
+    """
+    size, m, n = DTYPE_BYTES[static.dtype], config.tile_m, config.tile_n
+    d, dv = padded_v(static.head_dim, config), padded_v(static.head_dim_v, config)
     stages = config.q_stages + config.do_stages
-    barriers = 10 + 2 * stages
-    yield -(-(barriers * 8 + 4) // 128) * 128 + stages * config.tile_m * 4
-    yield config.tile_n * d * size
-    yield config.tile_n * dv * size
-    yield config.q_stages * config.tile_m * d * size
-    yield config.do_stages * config.tile_m * dv * size
-    yield config.tile_m * config.tile_n * size
-    yield dq_stages_used(static, config) * config.tile_m * dq_chunk(static) * 4
+    barriers = (13 + 6 * stages) if config.use_2cta else (10 + 4 * stages)
+    yield -(-(barriers * 8 + 4) // 128) * 128 + stages * m * 4
+    yield n * d * size
+    yield n * dv * size
+    for columns, depth in ((d, config.q_stages), (dv, config.do_stages)):
+        for _ in range(config.ctas):
+            yield depth * m * columns // config.ctas * size
+    yield m * n * size
+    if config.use_2cta:
+        yield n * d * size
+        yield m * n // 2 * size
+    yield dq_stages_used(static, config) * m * dq_chunk(static, config) * 4
 
 
 def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
     d, dv = problem.head_dim, problem.head_dim_v
     if d % 8 or dv % 8 or not 8 <= d <= 128 or not 8 <= dv <= 128:
         yield Rejection("head_dim", f"head dims must be multiples of 8 from 8 to 128, got {d} and {dv}")
-    for name, least, most in (("q_stages", 2, 4), ("do_stages", 1, 4), ("dq_stages", 1, 4)):
+    for name, least, most in (("q_stages", 3 - config.ctas, 4), ("do_stages", 1, 4), ("dq_stages", 1, 4)):
         value = getattr(config, name)
         if not least <= value <= most:
             yield Rejection(name, f"{name} must be {least} to {most}, got {value}")

@@ -119,7 +119,9 @@ def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: A
 def _flash_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config, arch: Arch) -> dict[str, Any]:
     at_launch = launch_registers(BWD_THREADS, arch)
     return {
-        "dq_chunk": dq_chunk(static),
+        "d_padded": padded_v(static.head_dim, config),
+        "dv_padded": padded_v(static.head_dim_v, config),
+        "dq_chunk": dq_chunk(static, config),
         "dq_stages_used": dq_stages_used(static, config),
         "tmem_columns": max(32, 1 << (bwd_tmem_columns(static, config) - 1).bit_length()),
         "other_regs": bwd_other_registers(config, arch),

@@ -40,17 +40,21 @@ def recompute_probabilities(
     degree: cutlass.Constexpr[int],
     dtype: cutlass.Constexpr[type],
     key: Int32,
+    other_loads=None,
 ):
     """p[j] = 2^(S[j] · scale_log2 + minus_lse[j]), and 0 in the first ``hidden`` columns (None: in none of them).
 
     ``p``: fp32 registers (n,), of this thread's row of Sᵀ from TMEM column ``score_column`` on. Rounded to ``dtype``
     and packed it also goes to TMEM from ``probability_column`` on, complete after ``fence_view_async_tmem_store``.
     ``minus_lse``: n fp32 in shared memory. ``emulated``, ``degree``: the pairs that a polynomial computes.
+    ``other_loads``: called when S is in registers, to wait for those who load where P goes.
     """
     columns = const_expr(cute.size(p))
     for first in cutlass.range_constexpr(0, columns, _CHUNK):
         load_row(base, score_column + first, _part(p, first), key)
     cute.arch.fence_view_async_tmem_load()
+    if const_expr(other_loads is not None):
+        other_loads()
     if const_expr(hidden is not None):
         for j in cutlass.range(columns, unroll_full=True):
             p[j] = p[j] if j >= hidden else -Float32.inf
@@ -77,15 +81,13 @@ def score_gradients(
     gradient_column: Int32,
     p: cute.Tensor,
     delta: cute.Pointer,
-    sDS: cute.Tensor,
-    first_query: Int32,
+    gradients: cute.Tensor,
     key: Int32,
 ):
-    """dS[j] = p[j] · (dP[j] - delta[j]) of this thread's row of dPᵀ from TMEM column ``product_column`` on.
+    """gradients[j] = p[j] · (dP[j] - delta[j]) of this thread's row of dPᵀ from TMEM column ``product_column`` on.
 
-    Rounded to the type of ``sDS`` (keys, queries) it goes to TMEM from ``gradient_column`` on, complete after
-    ``fence_view_async_tmem_store``, and to row ``key`` of ``sDS`` from ``first_query`` on, visible to the async proxy.
-    ``p``: fp32 registers (n,). ``delta``: n fp32 in shared memory.
+    ``gradients``: 16-bit registers (n,); packed they also go to TMEM from ``gradient_column`` on, complete after
+    ``fence_view_async_tmem_store``. ``p``: fp32 registers (n,). ``delta``: n fp32 in shared memory.
     """
     for first in cutlass.range_constexpr(0, cute.size(p), _CHUNK):
         product = cute.make_rmem_tensor((_CHUNK,), Float32)
@@ -97,12 +99,18 @@ def score_gradients(
                 x = cute.arch.sub_packed_f32x2((product[j + i], product[j + i + 1]), (offset[i], offset[i + 1]))
                 x = cute.arch.mul_packed_f32x2(x, (p[first + j + i], p[first + j + i + 1]))
                 product[j + i], product[j + i + 1] = x
-        rounded = cute.make_rmem_tensor((_CHUNK,), sDS.element_type)
+        rounded = _part(gradients, first)
         convert_packed(product, rounded)
         store_row(base, gradient_column + first // 2, cute.recast_tensor(rounded, Float32), key)
-        for v in cutlass.range_constexpr(0, _CHUNK, 8):
-            target = cute.local_tile(sDS, (1, 8), (key, (first_query + first + v) // 8))
-            cute.autovec_copy(cute.make_tensor(rounded.iterator + v, cute.make_layout((1, 8), stride=(0, 1))), target)
+
+
+@cute.jit
+def store_gradients(gradients: cute.Tensor, sDS: cute.Tensor, key: Int32, first_query: Int32):
+    """``gradients``, 16-bit registers (n,), to row ``key`` of ``sDS`` (keys, queries) from ``first_query`` on. Visible
+    to the async proxy."""
+    for v in cutlass.range_constexpr(0, cute.size(gradients), 8):
+        target = cute.local_tile(sDS, (1, 8), (key, (first_query + v) // 8))
+        cute.autovec_copy(cute.make_tensor(gradients.iterator + v, cute.make_layout((1, 8), stride=(0, 1))), target)
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
@@ -117,15 +125,16 @@ def reduce_rows(
     target: cute.Tensor,
     read: cute.Pointer,
     thread: Int32,
+    rank: cutlass.Constexpr[object] = None,
     semaphore=None,
     turn=None,
 ):
     """Adds a warp's 32 rows of a (128, columns) accumulator, from TMEM column ``column`` on, to global memory.
 
     ``sStage`` (32, some columns, stages): the warp's own staging; ``staged`` and ``target``: it and the rows in global
-    memory as ``tma`` takes them, mode 1 stage or column tile. One arrival at ``read`` once the accumulator is in
-    registers. ``semaphore``, ``turn``: nothing is added before the Int32 in global memory counts ``turn``; it counts one
-    more when all is.
+    memory as ``tma`` takes them, mode 1 stage or column tile. One arrival at ``read`` (``rank`` as for
+    :func:`arrive_warp`) once the accumulator is in registers. ``semaphore``, ``turn``: nothing is added before the Int32
+    in global memory counts ``turn``; it counts one more when all is.
     """
     width, stages = const_expr(cute.size(sStage, mode=[1])), const_expr(cute.size(sStage, mode=[2]))
     for c in cutlass.range_constexpr(0, columns, width):
@@ -134,7 +143,7 @@ def reduce_rows(
         load_row(base, column + c, values, thread)
         cute.arch.fence_view_async_tmem_load()
         if const_expr(c + width == columns):
-            arrive_warp(read)
+            arrive_warp(read, rank)
         # The reduction that last read this stage.
         cute.arch.cp_async_bulk_wait_group(stages - 1, read=True)
         cute.arch.sync_warp()
@@ -161,10 +170,11 @@ def _wait_for(semaphore: cute.Pointer, count: Int32):
 
 @cute.jit
 def load_statistics(source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer, count: cutlass.Constexpr[int]):
-    """Starts copying ``count`` fp32 from global to shared memory; their bytes arrive at ``barrier``."""
+    """Starts copying ``count`` fp32 from global to shared memory. Arrives at ``barrier``, which waits for their bytes."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
     source, target = _vector(source, count), _vector(target, count)
     with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * 4)
         cute.copy(atom, source, target, mbar_ptr=barrier)
 
 

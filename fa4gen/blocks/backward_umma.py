@@ -2,19 +2,44 @@
 
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as helpers
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from fa4gen.blocks.tcgen05 import TILE_ROWS
+from fa4gen.blocks.tcgen05 import TILE_ROWS, cta_group
 
 
-def make_dq_umma(dtype, head_dim: int) -> cute.TiledMma:
-    """dQ (128, head_dim) = dS K, both in shared memory. dS is written a key at a time, so queries are contiguous."""
+def make_dq_umma(dtype, head_dim: int, ctas: int = 1) -> cute.TiledMma:
+    """dQ (128, head_dim) = dS K, both in shared memory. dS is written a key at a time, so queries are contiguous.
+
+    With ``ctas`` 2 a pair computes the same 128 rows, 64 a CTA, over the keys of both; each holds half of K's columns.
+    """
     op = tcgen05.MmaF16BF16Op(
-        dtype, Float32, (TILE_ROWS, head_dim, 16), tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM,
+        dtype, Float32, (TILE_ROWS, head_dim, 16), cta_group(ctas), tcgen05.OperandSource.SMEM,
         OperandMajorMode.MN, OperandMajorMode.MN,
     )  # fmt: skip
     return cute.make_tiled_mma(op)
+
+
+def ds_layout(mma: cute.TiledMma, keys: int, dtype) -> cute.ComposedLayout:
+    """The A operand of :func:`make_dq_umma`: (MMA, rows, k, 1) of a CTA's queries and ``keys`` of K."""
+    return helpers.make_smem_layout_a(mma, (TILE_ROWS, TILE_ROWS, keys), dtype, 1)
+
+
+def kt_layout(mma: cute.TiledMma, head_dim: int, keys: int, dtype) -> cute.ComposedLayout:
+    """The B operand of :func:`make_dq_umma`: (MMA, rows, k, 1) of a CTA's columns and ``keys`` of K."""
+    return helpers.make_smem_layout_b(mma, (TILE_ROWS, head_dim, keys), dtype, 1)
+
+
+def dq_accumulator(base: cute.Pointer, column: Int32, mma: cute.TiledMma, head_dim: int) -> cute.Tensor:
+    """dQ from TMEM column ``column`` on. Of one CTA (128, head_dim); of a CTA of a pair 64 rows, the left half of the
+    columns in lanes 0-63 and the right half in lanes 64-127."""
+    return cute.make_tensor(base + column, mma.make_fragment_C(mma.partition_shape_C((TILE_ROWS, head_dim))).layout)
+
+
+def rows_layout(rows: int, columns: int, dtype) -> cute.ComposedLayout:
+    """(rows, columns), columns contiguous and swizzled: the bytes of an MN-major operand of as many columns of MN."""
+    kind = helpers.get_smem_layout_atom_ab(OperandMajorMode.K, dtype, (rows, columns))
+    return cute.tile_to_shape(tcgen05.make_smem_layout_atom(kind, dtype), (rows, columns), order=(0, 1))
 
 
 def viewed(tile: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
