@@ -127,7 +127,8 @@ class FlashFwdSm100Config:
         correction_regs: registers a thread of the correction warpgroup; the warps that issue TMA and MMA get the rest.
         pack_gqa: the query heads of one K/V head share a tile, so short sequences fill it and K/V is read once.
         scheduler: "single" launches a CTA a tile; "persistent" one an SM that walks over tiles, overlapping a tile's
-            epilogue with the next one's loads and MMA.
+            epilogue with the next one's loads and MMA; "clc" overlaps them too, but each CTA asks the hardware for its
+            next tile (cluster launch control), which balances unequal ones.
         tile_order: "linear" walks M blocks, heads, batches; "longest_first" takes the M blocks with most keys
             first, heads in sections whose K and V fit the L2.
         epilogue: "tma" stages O in shared memory of its own for a TMA store, "tma_over_q" where Q lies, which delays

@@ -306,7 +306,7 @@ def other_registers(config: FlashFwdSm100Config, arch: Arch) -> int:
 
 
 def _smem_sm100(static: StaticProblem, config: FlashFwdSm100Config) -> Iterator[int]:
-    """Barriers, TMEM address and row statistics; Q; the K/V ring; O if it is staged beside Q."""
+    """Barriers, the next tile, TMEM address and row statistics; Q; the K/V ring; O if it is staged beside Q."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded_v(static.head_dim_v, config)
     slots = config.q_stages * config.s_stages
@@ -315,7 +315,10 @@ def _smem_sm100(static: StaticProblem, config: FlashFwdSm100Config) -> Iterator[
     if config.scheduler != "single":
         a_q_tile += 2 + (config.epilogue == "tma")
     barriers = slots * a_slot + config.q_stages * a_q_tile + 2 * config.kv_stages
-    yield barriers * 8 + 4 + (slots + config.q_stages) * 128 * 4
+    start = barriers * 8
+    if config.scheduler == "clc":
+        start = -(-(start + 2 * 8) // 16) * 16 + 16
+    yield start + 4 + (slots + config.q_stages) * 128 * 4
     yield config.tile_m * (max(head_dim, head_dim_v) if config.epilogue == "tma_over_q" else head_dim) * size
     yield config.kv_stages * kv_stage_bytes(static, config)
     yield config.tile_m * head_dim_v * size if config.epilogue == "tma" else 0
@@ -329,7 +332,7 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
         ("q_stages", (1, 2)),
         ("s_stages", (1, 2)),
         ("mma_order", ("interleaved", "grouped")),
-        ("scheduler", ("single", "persistent")),
+        ("scheduler", ("single", "persistent", "clc")),
         ("epilogue", ("tma", "tma_over_q", "registers")),
     ):
         value = getattr(config, name)

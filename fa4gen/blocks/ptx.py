@@ -86,6 +86,19 @@ def rebased(pointer: cute.Pointer, alignment: int, unknown: Int32) -> cute.Point
 
 
 @dsl_user_op
+def cancelled_cluster(response: Int32, *, loc=None, ip=None) -> Int32:
+    """x of the first CTA of the cluster that a clusterlaunchcontrol response hands over; -1 if it hands over none.
+
+    ``response``: shared address of its 16 bytes.
+    """
+    text = """{ .reg .pred granted; .reg .b128 response; ld.shared.b128 response, [$1];
+        clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 granted, response; mov.b32 $0, -1;
+        @granted clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 $0, response; }"""
+    operands = [Int32(response).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, text, "=r,r", loc, ip, volatile=True))
+
+
+@dsl_user_op
 def tcgen05_fence_before(*, loc=None, ip=None):
     """Orders this thread's tcgen05 operations before the synchronisation that follows."""
     _asm(None, [], "tcgen05.fence::before_thread_sync;", "", loc, ip, volatile=True)

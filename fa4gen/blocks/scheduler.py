@@ -4,9 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from fa4gen.blocks.ptx import cancelled_cluster
+
 # K and V of the heads walked together stay under this, so that their M blocks find them in L2. A quarter of the
 # smallest L2 served (H100: 50 MB, in two partitions that each hold a copy).
 L2_SECTION_BYTES = 16 << 20
+RESPONSE_BYTES = 16  # of clusterlaunchcontrol
 
 
 @cute.jit
@@ -28,8 +31,8 @@ def linear_tile(tile: Int32, m_blocks: Int32, heads: Int32, rotated: cutlass.Con
 def paired_tile(tile: Int32, m_blocks: Int32, heads: Int32):
     """Tiles 2·i and 2·i + 1 are the i-th last and the i-th M block of a head. Returns (m_block, head, batch).
 
-    Under a causal mask all pairs see about as many keys, so that CTAs which take turns have equal work. Numbers go up to
-    heads · batches · ceil(m_blocks / 2) · 2: the middle one of an odd number has no partner.
+    Under a causal mask all pairs see about as many keys, so that CTAs which take turns have equal work. Numbers go up
+    to heads · batches · ceil(m_blocks / 2) · 2: the middle one of an odd number has no partner.
     """
     pairs = (m_blocks + 1) // 2
     row = tile // 2 // pairs
@@ -45,6 +48,40 @@ def next_paired_tile(tile: Int32, m_blocks: Int32, grid: Int32) -> Int32:
     depth = tile // 2 % ((m_blocks + 1) // 2)
     alone = 2 * depth == m_blocks - 1
     return tile + 1 if tile % 2 == 0 and not alone else tile - tile % 2 + 2 * grid
+
+
+@cute.jit
+def request_tile(full: cute.Pointer, response: cute.Pointer, issue, multicast: cutlass.Constexpr[bool]):
+    """Asks for a cluster of the grid that has not started; ``full`` signals that the answer is in ``response``.
+
+    A warp calls it in every CTA of the cluster; the one where ``issue`` asks, for all of them if ``multicast``. Asking
+    again after the answer was no is undefined.
+    """
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, RESPONSE_BYTES)
+        if issue:
+            cute.arch.issue_clc_query(full, response, multicast)
+
+
+@cute.jit
+def granted_tile(
+    full: cute.Pointer,
+    phase: Int32,
+    response: cute.Pointer,
+    read: cute.Pointer,
+    ctas: cutlass.Constexpr[int],
+) -> Int32:
+    """The tile, a cluster of ``ctas`` CTAs each, that a request was answered with; -1 when there are no more.
+
+    A warp calls it and arrives at ``read``, of the cluster's first CTA, when the next answer may come.
+    """
+    cute.arch.mbarrier_wait(full, phase)
+    first_cta = cancelled_cluster(response.toint())
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(read, 0 if const_expr(ctas > 1) else None)
+    return first_cta // ctas
 
 
 @cute.jit

@@ -71,8 +71,11 @@ def test_accepted_configs_compile_clean(artifacts, case):
     # QKᵀ and PV of every Q tile: before or after the loop, and in it.
     mmas = padded(problem.head_dim) // 16 + config.tile_n // 16
     assert mix["UTCHMMA"] == 2 * config.q_stages * mmas
-    forms = set(re.findall(r"UTCHMMA\S*", sass.disassemble(artifact.cubin_path)))
-    assert {"2CTA" in form for form in forms} == {config.use_2cta}
+    text = sass.disassemble(artifact.cubin_path)
+    assert {"2CTA" in form for form in re.findall(r"UTCHMMA\S*", text)} == {config.use_2cta}
+    # A cluster asks once for all its CTAs.
+    query = "UGETNEXTWORKID" + (".BROADCAST" if config.use_2cta else ".SELFCAST")
+    assert re.findall(r"UGETNEXTWORKID\S*", text) == ([query] if config.scheduler == "clc" else [])
     # The compiler may compute the factor in each of two branches.
     assert 0 <= mix["MUFU.EX2"] - mufu_exponentials(config) <= 2
     assert mix["FFMA2"] == fused_pairs(config)

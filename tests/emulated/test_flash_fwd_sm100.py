@@ -57,6 +57,8 @@ CASES = {
         "b=1 h=2 s=300 d=256 lse",
         Config(**ONE_TILE, use_2cta=True, s_stages=2, tile_n=96, epilogue="tma_over_q", exp2_poly_fraction=0.0),
     ),
+    "clc": ("b=1 h=14 sq=300 sk=150 d=64 causal lse", Config(scheduler="clc", tile_order="longest_first")),
+    "clc_pair": ("b=2 h=4 hk=2 sq=600 sk=150 d=128 lse", Config(scheduler="clc", use_2cta=True, epilogue="registers")),
     "one_row": ("b=1 h=2 sq=1 sk=1 d=64 lse", Config()),
     "one_query": ("b=1 h=2 sq=1 sk=900 d=128 causal lse", Config(scheduler="single")),
 }

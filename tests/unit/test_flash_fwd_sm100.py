@@ -99,6 +99,8 @@ def test_a_diff_shows_what_the_knob_means(knob):
         {"reload_scores": True, "epilogue": "tma_over_q"},
         {"mma_order": "grouped", **ONE_TILE},
         {"use_2cta": True, "scheduler": "single"},
+        {"use_2cta": True, "scheduler": "clc", "tile_order": "longest_first"},
+        {"scheduler": "clc", "epilogue": "registers"},
         {"use_2cta": True, "epilogue": "registers", "s_stages": 2, "tile_n": 64},
     ],
 )
@@ -113,8 +115,9 @@ def test_source_is_clean(text, knobs):
     assert "\n\n\n\n" not in text
 
 
-def test_barriers_have_names_and_arrivals_of_the_same_length():
-    tree = ast.parse(source(scheduler="persistent"))
+@pytest.mark.parametrize("knobs", [{}, {"scheduler": "clc"}, {"scheduler": "clc", "use_2cta": True}])
+def test_barriers_have_names_and_arrivals_of_the_same_length(knobs):
+    tree = ast.parse(source(**knobs))
     names = {n.targets[0].id: ast.unparse(n.value) for n in tree.body if isinstance(n, ast.Assign)}
     order = [name for name in names if name.endswith(("_FULL", "_EMPTY", "_TAIL", "_READY", "_DONE"))]
     for before, name in pairwise(order):
@@ -144,6 +147,8 @@ def test_shared_memory_by_hand():
     statistics = -(-(30 * 8 + 4 + (2 + 2) * 128 * 4) // 1024) * 1024
     assert smem_bytes(D128.static, BASE) == statistics + q + ring + o == SM100.smem_per_cta
     assert smem_bytes(D128.static, dataclasses.replace(BASE, epilogue="registers")) == statistics + q + ring
+    # 32 barriers, the next tile's 16 bytes.
+    assert smem_bytes(D128.static, dataclasses.replace(BASE, scheduler="clc")) == SM100.smem_per_cta
     wide_v = AttentionProblem.parse("h=2 s=64 d=64 dv=128").static
     over_q = dataclasses.replace(BASE, epilogue="tma_over_q")
     assert smem_bytes(wide_v, over_q) == statistics + q + ring, "O is wider than Q, and a stage as wide as V"
@@ -151,7 +156,9 @@ def test_shared_memory_by_hand():
 
 def test_a_cta_of_a_pair_holds_half_of_keys_and_values():
     pair = dataclasses.replace(BASE, use_2cta=True, kv_stages=6)
-    assert smem_bytes(D128.static, pair) == smem_bytes(D128.static, BASE), "six halves, and barriers in the same kilobyte"
+    assert smem_bytes(D128.static, pair) == smem_bytes(D128.static, BASE), (
+        "six halves, and barriers in the same kilobyte"
+    )
     assert tmem_columns(D128.static, pair) == tmem_columns(D128.static, BASE) == 512
     narrow = AttentionProblem.parse("h=2 s=64 d=64 dv=72").static
     assert tmem_columns(narrow, BASE) == 2 * (128 + 80)
@@ -160,7 +167,13 @@ def test_a_cta_of_a_pair_holds_half_of_keys_and_values():
 
 @pytest.mark.parametrize(
     ("knobs", "other"),
-    [({}, 48), ({"use_2cta": True}, 48), ({"softmax_regs": 200}, 32), (ONE_TILE, 168), ({**ONE_TILE, "softmax_regs": 240}, 152)],
+    [
+        ({}, 48),
+        ({"use_2cta": True}, 48),
+        ({"softmax_regs": 200}, 32),
+        (ONE_TILE, 168),
+        ({**ONE_TILE, "softmax_regs": 240}, 152),
+    ],
 )
 def test_register_split_never_exceeds_what_the_launch_gave(knobs, other):
     config = dataclasses.replace(BASE, **knobs)
