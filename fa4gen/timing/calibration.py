@@ -120,7 +120,8 @@ def clock_line(winners: Sequence[tuple[Case, float]], device: Device) -> tuple[f
     points = []
     for case, clock_mhz in winners:
         if clock_mhz < 0.995 * device.clock_mhz:
-            work = predict(case.traced, case.problem, device, Constants()).tensor_cycles
+            guess = predict(case.traced, case.problem, device, Constants())
+            work = guess.busy["tensor"] * guess.cycles
             points.append((work / (case.measured_us * clock_mhz), clock_mhz / 1000))
     if len(points) < 2:
         raise UsageError("the clock's line needs two cells that ran below the maximum clock")

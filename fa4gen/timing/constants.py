@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fa4gen.arch import Arch
@@ -15,8 +17,8 @@ __all__ = ["H200", "PRIOR", "Constants", "Pipe", "operation"]
 class Pipe:
     """Pipe numbers. Each sub-partition has its own of every one."""
 
-    NONE, FMA, ALU, MUFU, LSU, UNIFORM, CONTROL = range(7)
-    COUNT = 7
+    NONE, FMA, ALU, MUFU, LSU, UNIFORM, CONTROL, TMEM = range(8)
+    COUNT = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Constants:
     ``load_latency`` and ``store_latency``: of a bulk copy; ``fresh_latency``: what a load takes longer whose data no
     other CTA has read. ``mufu_latency`` and ``shuffle_latency``: to the dependent instruction. ``cta_launch``: from a
     CTA's exit to the next one's start.
+
+    ``umma_start``: like ``mma_start``, of tcgen05.mma; ``umma_commit``: from the end of the MMAs before a commit to the
+    mbarrier's arrival; ``tmem_latency``: of tcgen05.ld and st beside the transfer; ``next_tile_latency``: of a request
+    for another CTA's tile.
 
     ``launch_us``: per kernel. ``clock_base`` and ``clock_slope``: GHz; the chip runs at base - slope · (tensor core
     utilisation), at most its maximum.
@@ -54,6 +60,10 @@ class Constants:
     mufu_latency: float = 20.0
     shuffle_latency: float = 24.0
     cta_launch: float = 204.0
+    umma_start: float = 30.0
+    umma_commit: float = 20.0
+    tmem_latency: float = 20.0
+    next_tile_latency: float = 600.0
     launch_us: float = 2.0
     clock_base: float = 2.19
     clock_slope: float = 0.4675
@@ -81,18 +91,25 @@ _LATENCY = {"LDS": 30, "LDSM": 33, "LDG": 550, "LDC": 40, "LDCU": 40, "ULDC": 20
             "I2F": 20, "SYNCS": 25, "UTMACCTL": 20}  # fmt: skip
 
 
-def operation(arch: Arch, opcode: str, mufu_latency: float, shuffle_latency: float) -> tuple[int, int, float]:
-    """(pipe, cycles a warp instruction holds it, latency of its scoreboard)."""
+def operation(arch: Arch, opcode: str, latencies: Mapping[str, float]) -> tuple[int, int, float]:
+    """(pipe, cycles a warp instruction holds it, latency of its scoreboard). ``latencies`` of MUFU, SHFL, LDTM, STTM.
+
+    A warp reads or writes one column of its 32 TMEM lanes a cycle: 128 bytes, as shared memory gives the whole SM.
+    That rate is assumed.
+    """
     base = opcode.partition(".")[0]
     lanes = 4  # sub-partitions
     if base == "MUFU":
-        return Pipe.MUFU, 32 * lanes // arch.mufu_ops, mufu_latency
+        return Pipe.MUFU, 32 * lanes // arch.mufu_ops, latencies[base]
+    if base in ("LDTM", "STTM"):
+        columns = _tmem_columns(opcode)
+        return Pipe.TMEM, columns, latencies[base] + columns
     if base in _FMA:
         return Pipe.FMA, 1 if not base.endswith("2") or base[0] == "H" else 2, 6.0
     if base in _IMAD:
         return Pipe.FMA, 2, 6.0
     if base == "SHFL":
-        return Pipe.LSU, 2, shuffle_latency
+        return Pipe.LSU, 2, latencies[base]
     if base in _LSU:
         return Pipe.LSU, 4, float(_LATENCY.get(base, 30))
     if base in _CONTROL or base.startswith(("WARPGROUP", "HGMMA", "DEPBAR", "FENCE", "MEMBAR", "ERRBAR", "CCTL")):
@@ -100,3 +117,10 @@ def operation(arch: Arch, opcode: str, mufu_latency: float, shuffle_latency: flo
     if base[0] == "U" or base in ("R2UR", "VOTEU", "ELECT", "S2UR", "SYNCS"):
         return Pipe.UNIFORM, 2, float(_LATENCY.get(base, 12))
     return Pipe.ALU, 2, float(_LATENCY.get(base, 15))
+
+
+def _tmem_columns(opcode: str) -> int:
+    """Registers a lane that LDTM or STTM moves: "LDTM.x16" 16, "LDTM.16dp256bit.x4" 16."""
+    shape = re.search(r"(\d+)dp(\d+)bit", opcode)
+    number = re.search(r"\.x(\d+)", opcode)
+    return (int(shape[1]) * int(shape[2]) // 1024 if shape else 1) * (int(number[1]) if number else 1)

@@ -10,10 +10,20 @@ from fa4gen.bound import steps_per_tile
 from fa4gen.config import Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem
 
-__all__ = ["makespan", "tile_steps"]
+__all__ = ["cluster_size", "is_persistent", "makespan", "tile_steps"]
 
 # blocks/scheduler.py: K and V of the heads that longest-first walks together.
 _L2_SECTION_BYTES = 16 << 20
+
+
+def cluster_size(config: Config) -> int:
+    """CTAs of a cluster: those that share loads, or a pair's MMAs."""
+    return getattr(config, "cluster_m", 1) * getattr(config, "ctas", 1)
+
+
+def is_persistent(config: Config) -> bool:
+    """Whether a CTA runs several tiles."""
+    return getattr(config, "persistent", getattr(config, "scheduler", "single") != "single")
 
 
 def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
@@ -22,7 +32,7 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
     "linear": M blocks innermost. "longest_first": sections of heads, in each the M blocks from the last to the first.
     """
     blocks = [max(steps, 1) for steps in steps_per_tile(problem, config)]
-    cluster = getattr(config, "cluster_m", 1)
+    cluster = cluster_size(config)
     blocks += [blocks[-1]] * (-len(blocks) % cluster)
     rows = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
     if config.tile_order == "linear":

@@ -31,6 +31,10 @@ _KINDS = (
     ("WARPGROUP.DEPBAR", "mma_wait"),
     ("HGMMA", "mma"),
     ("QGMMA", "mma"),
+    ("UTCHMMA", "umma"),
+    ("UTCQMMA", "umma"),
+    ("UTCBAR", "umma_commit"),
+    ("UGETNEXTWORKID", "next_tile"),
 )
 END = -1
 

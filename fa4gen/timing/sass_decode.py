@@ -22,7 +22,10 @@ _SECTION = re.compile(r'^\s*\.section\s+\.text\.([\w$]+),"ax"')
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)|(?:^|\s)(0x[0-9a-f]+)\s*$")
 _BRANCH_PREDICATE = re.compile(r"(?:^|\s)!?U?P(?:\d+|T)\b")
 # What control flow of these does is not modelled: kernels here have none.
-_OPAQUE = frozenset({"BRX", "BRXU", "JMX", "JMXU", "CALL", "RET", "JMP"})
+_OPAQUE = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP"})
+# Lead nowhere: the subroutines that ptxas puts behind Blackwell kernels trap (a wrong tcgen05.dealloc). Other calls are
+# refused.
+_TRAPS = frozenset({"CALL", "RET"})
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class SassKernel:
     def _after(self, index: int) -> tuple[int, ...]:
         instruction = self.instructions[index]
         following = (index + 1,) if index + 1 < len(self.instructions) else ()
-        if instruction.base == "EXIT":
+        if instruction.base == "EXIT" or instruction.base in _TRAPS:
             return following if instruction.conditional else ()
         if instruction.target is None:
             return following
@@ -130,7 +133,7 @@ def _instruction(found: re.Match[str], labels: dict[str, int], by_address: dict[
     """The upper word's bits 41 to 61: stall 4, yield 1 (0 hints a switch), write and read barrier 3 each, wait mask 6,
     reuse 4; the layout known since Volta."""
     base, operands = found["opcode"].partition(".")[0], found["operands"].strip()
-    if base in _OPAQUE:
+    if base in _OPAQUE or (base == "CALL" and "trap" not in operands):
         raise Fa4genError(f"{found['opcode']} at {found['address']}: indirect control flow is not decoded")
     target = None
     if base == "BRA":

@@ -6,22 +6,26 @@ rescales are skipped, as they are on ordinary inputs after the first steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fa4gen.emulator import Tensor, execute
+from fa4gen.emulator.cluster_launch import RESPONSE_BYTES
 from fa4gen.emulator.executor import load
 from fa4gen.emulator.fiber import Fiber, at
 from fa4gen.emulator.program import Block
 from fa4gen.emulator.scheduler import Machine
 from fa4gen.emulator.state import SLOT_BITS
+from fa4gen.emulator.tcgen05 import InstructionDescriptor
 from fa4gen.problem import AttentionProblem
 
 __all__ = ["Token", "Trace", "trace"]
 
 _OFFSET = (1 << SLOT_BITS) - 1
+_NAN = np.uint32(0x7FC00000)
 
 
 class Token(NamedTuple):
@@ -30,11 +34,12 @@ class Token(NamedTuple):
     ``site``: its place in the PTX, (block, position among the block's tokens). ``values`` by ``kind``:
     "wait" (mbarrier, parity); "arrive" (mbarrier, arrivals, bytes expected); "load" (mbarrier, bytes read, bytes
     delivered to this CTA, whether no other CTA reads them); "store" (bytes); "commit" (); "bar_sync" and "bar_arrive"
-    (number, threads); "cluster_arrive" and "cluster_wait" (); "mma" (columns, depth, A in registers); "mma_wait"
-    (groups left).
+    (number, threads); "cluster_arrive" and "cluster_wait" (); "mma", of a warpgroup (columns, depth, A in registers);
+    "mma_wait" (groups left); "umma", of a thread (rows and columns this CTA holds of the product and of B, depth, A in
+    TMEM); "umma_commit" (mbarrier); "next_tile", the request for one (mbarrier, bytes).
 
-    An mbarrier is its offset in the CTA's shared memory, its owner's or a peer's: CTAs of a cluster do the same, so
-    what this one does to a peer's barrier is done to its own by the peer.
+    An mbarrier is its offset in this CTA's shared memory. CTAs of a cluster do the same at the same time: arrivals and
+    bytes that its barriers get from peers are added to what this CTA does to them, or to a peer's in their place.
     """
 
     kind: str
@@ -51,7 +56,7 @@ class Trace:
 
 
 class _Watcher(Machine):
-    """A machine that notes the tokens of its first CTA and computes no MMA."""
+    """A machine that notes the tokens of its first CTA and computes no MMA. Of all CTAs it counts what they signal."""
 
     notes: Trace | None = None
 
@@ -59,12 +64,41 @@ class _Watcher(Machine):
         super().__init__(*arguments, **named)
         self.log: list[list[Token]] = [[] for _ in range(self.warps_per_cta)]
         self.counts_of: dict[int, int] = {}
+        # (what, from another CTA, to another CTA's, mbarrier offset) → sum over the run; only signals to or from CTA 0
+        self.signals: Counter[tuple[str, bool, bool, int]] = Counter()
         self.position = 0
 
     def run(self) -> None:
         super().run()
         if (0, 0, 0) in self.ctas:
-            type(self).notes = Trace(tuple(map(tuple, self.log)), self.counts_of)
+            warps = ([self._with_peers(token) for token in tokens] for tokens in self.log)
+            type(self).notes = Trace(tuple(map(tuple, warps)), self.counts_of)
+
+    def _signal(self, f: Fiber, row: int, what: str, flat: int, amount: int) -> int:
+        """Counts a signal to the mbarrier at ``flat``, and returns what tokens call it: negative if a peer owns it."""
+        source, target, offset = int(f.slots[row]), flat >> SLOT_BITS, flat & _OFFSET
+        if source < self.cluster_size and 0 in (source, target):
+            self.signals[what, source > 0, target > 0, offset] += amount
+        return offset if target == source else ~offset
+
+    def _with_peers(self, token: Token) -> Token:
+        """A token of CTA 0 with what its peers add to the same barrier at the same time."""
+        if token.kind == "arrive":
+            barrier, arrivals, expected = token.values
+            values = [arrivals * self._times("arrivals", barrier), expected * self._times("expected", barrier)]
+        elif token.kind == "load":
+            barrier, read, delivered, fresh = token.values
+            values = [read, delivered * self._times("delivered", barrier), fresh]
+        else:
+            return token
+        return token._replace(values=(barrier if barrier >= 0 else ~barrier, *values))
+
+    def _times(self, what: str, barrier: int) -> int:
+        offset = barrier if barrier >= 0 else ~barrier
+        own, out, got = (self.signals[what, a, b, offset] for a, b in ((False, False), (False, True), (True, False)))
+        if own:
+            return 1 + got // own if barrier >= 0 else 0
+        return got // out if out else 1
 
     def _note(self, f: Fiber, kind: str, row: int, *values: int) -> None:
         warp = int(f.warps[row])
@@ -108,7 +142,9 @@ class _Watcher(Machine):
         for row, lane in self._active_rows(f, mask):
             arrivals = 0 if count is None else int(at(count, row, lane)) * int(lanes[row])
             expected = 0 if tx is None else int(at(tx, row, lane))
-            self._note(f, "arrive", row, int(flats[row, lane]) & _OFFSET, arrivals, expected)
+            self._signal(f, row, "expected", int(flats[row, lane]), expected)
+            barrier = self._signal(f, row, "arrivals", int(flats[row, lane]), arrivals)
+            self._note(f, "arrive", row, barrier, arrivals, expected)
         return super().mbarrier_arrive(f, address, count, tx, relaxed, mask)
 
     def barrier_arrive(self, f: Fiber, number: Any, threads: Any, mask: Any) -> Any:
@@ -129,11 +165,15 @@ class _Watcher(Machine):
     ) -> None:
         self.position += 1
         for row, lane in self._active_rows(f, mask):
-            tensor = self.tensor_map(int(at(descriptor, row, lane)))
-            copies = 1 if ctas is None else int(at(ctas, row, lane)).bit_count()
+            tensor, slot = self.tensor_map(int(at(descriptor, row, lane))), int(f.slots[row])
             fresh = self.memory.find(tensor.address, 1).name == "q"
-            signal = int(at(barrier, row, lane)) & 0xFFFFFF
-            self._note(f, "load", row, signal, tensor.box_bytes, tensor.box_bytes * copies, int(fresh))
+            signal = self.one_flat(slot, int(at(barrier, row, lane)), 8, 8)
+            signals = self.targets(slot, signal, None if ctas is None else int(at(ctas, row, lane)))
+            if pair:
+                signals = [signal] * len(signals)
+            named = [self._signal(f, row, "delivered", flat, tensor.box_bytes) for flat in signals]
+            own = [name for name in named if name >= 0] or named[:1]
+            self._note(f, "load", row, own[0], tensor.box_bytes, tensor.box_bytes * len(own), int(fresh))
         super().tensor_load(f, target, descriptor, coords, barrier, ctas, pair, mask)
 
     def tensor_store(
@@ -162,6 +202,39 @@ class _Watcher(Machine):
 
     def _compute(self, f: Fiber, group: Any) -> None:
         """No arithmetic."""
+
+    def tensor_mma(
+        self, f: Fiber, group: int, kind: str, target: Any, a: Any, in_tmem: bool, b: Any, descriptor: Any,
+        disabled: tuple, accumulate: Any, mask: Any,
+    ) -> None:  # fmt: skip
+        self.position += 1
+        for row, lane in self._active_rows(f, mask):
+            form = InstructionDescriptor.decode(int(at(descriptor, row, lane)), kind)
+            depth = 16 if form.a.endswith("16") else 32
+            shape = form.rows // group, form.columns, form.columns // group, depth
+            self._note(f, "umma", row, *shape, int(in_tmem))
+        super().tensor_mma(f, group, kind, target, a, in_tmem, b, descriptor, disabled, accumulate, mask)
+
+    def _multiply_tensors(self, mma: Any) -> None:
+        """No arithmetic: the accumulator is NaN."""
+        first, columns = mma.target & 0xFFFF, mma.form.columns
+        for slot in mma.slots:
+            self.check_columns(np.array([slot]), np.array([first]), columns)
+            self.tmem[slot, :, first : first + columns] = _NAN
+            self.tmem_written[slot, :, first : first + columns] = True
+
+    def tensor_commit(self, f: Fiber, address: Any, ctas: Any, mask: Any) -> None:
+        self.position += 1
+        for row, lane in self._active_rows(f, mask):
+            self._note(f, "umma_commit", row, int(at(address, row, lane)) & 0xFFFFFF)
+        super().tensor_commit(f, address, ctas, mask)
+
+    # Cluster launch control --------------------------------------------------------------------------------------
+    def try_cancel(self, f: Fiber, address: Any, barrier: Any, everywhere: bool, mask: Any) -> None:
+        self.position += 1
+        for row, lane in self._active_rows(f, mask):
+            self._note(f, "next_tile", row, int(at(barrier, row, lane)) & 0xFFFFFF, RESPONSE_BYTES)
+        super().try_cancel(f, address, barrier, everywhere, mask)
 
 
 def trace(artifact: Any, problem: AttentionProblem, num_sms: int) -> Trace:

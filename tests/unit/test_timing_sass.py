@@ -63,6 +63,11 @@ def test_unknown_control_flow_is_refused(line: str) -> None:
         parse(text_of(line, ".L_x_0:", "EXIT"))
 
 
+def test_a_call_that_traps_leads_nowhere() -> None:
+    (kernel,) = parse(text_of("CALL.REL.NOINC `($__internal_0_$__cuda_sm10x_tcgen05_guardrail_trap_x)", "EXIT"))
+    assert kernel.successors == ((), ())
+
+
 WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0"
 ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
 

@@ -14,15 +14,25 @@ from fa4gen.timing.trace import Token, Trace
 SM90 = get_arch("sm_90a")
 LOAD = "UTMALDG.4D [UR32], [UR16], desc[URZ]"
 MMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
+UMMA = "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], UPT"
+COMMIT = "UTCBAR [UR4], URZ"
+LATENCIES = {"MUFU": 20.0, "SHFL": 24.0, "LDTM": 20.0, "STTM": 20.0}
 
 
-def run(lines: list, warps: list[list[Token]], mbarriers: dict[int, int] | None = None, **constants: float) -> SmResult:
-    """One kernel's ``lines`` run by a CTA whose warps emit these tokens."""
+def run(
+    lines: list,
+    warps: list[list[Token]],
+    mbarriers: dict[int, int] | None = None,
+    arch: str = "sm_90a",
+    ctas: int = 1,
+    **constants: float,
+) -> SmResult:
+    """One kernel's ``lines`` run by CTAs whose warps emit these tokens."""
     kernel = kernel_of(*lines, "EXIT")
     finder = PathFinder(kernel)
     trace = Trace(tuple(map(tuple, warps)), mbarriers or {})
-    program = prepare(kernel, trace, [finder.find(tokens) for tokens in warps])
-    return simulate(SM90, replace(H200, **constants), program)
+    program = prepare(kernel, trace, [finder.find(tokens) for tokens in warps], ctas)
+    return simulate(get_arch(arch), replace(H200, **constants), program)
 
 
 def token(kind: str, *values: int, block: int = 0) -> Token:
@@ -89,6 +99,35 @@ def test_a_named_barrier_waits_for_the_last() -> None:
     assert simulate(SM90, H200, prepare(kernel, trace, paths)).cycles == pytest.approx(320 + H200.named_barrier, abs=15)
 
 
+@pytest.mark.parametrize(("in_tmem", "held", "cycles"), [(0, 128, 64), (1, 128, 64), (0, 64, 64), (0, 256, 96)])
+def test_tcgen05_multiplies_as_fast_as_its_operands_arrive(in_tmem: int, held: int, cycles: int) -> None:
+    """128 x 128 x 16 takes 64 cycles; A and B of 4 KB each as long, a B of 8 KB longer."""
+    tokens = [[*[token("umma", 128, 128, held, 16, in_tmem)] * 10, token("umma_commit", 64), token("wait", 64, 0)]]
+    result = run([*[UMMA] * 10, COMMIT, WAIT], tokens, {64: 1}, "sm_100a", smem_factor=1, mbarrier=100)
+    assert result.tensor == 10 * 64
+    assert result.smem == 10 * (held + (0 if in_tmem else 128)) * 32 / 128
+    expected = 10 * cycles + H200.umma_start + H200.umma_commit + 100
+    assert result.cycles == pytest.approx(expected, abs=20)
+
+
+def test_tmem_gives_a_warp_a_column_a_cycle() -> None:
+    assert run(["LDTM.x32 R4, tmem[UR4]"] * 10, [[]], arch="sm_100a").cycles == pytest.approx(320, abs=40)
+
+
+def test_two_ctas_of_an_sm_share_its_units_but_no_barrier() -> None:
+    sync = [token("bar_sync", 1, 64)]
+    lines = ["MUFU.EX2 R1, R1"] * 50 + ["BAR.SYNC.DEFER_BLOCKING 0x1, 0x40"]
+    one, two = (run(lines, [sync] * 2, ctas=n) for n in (1, 2))
+    assert two.issued == 2 * one.issued and one.cycles == two.cycles, "four warps on four sub-partitions"
+
+
+def test_a_request_for_a_tile_is_answered_later() -> None:
+    tokens = [[token("arrive", 64, 1, 16), token("next_tile", 64, 16), token("wait", 64, 0)]]
+    lines = [ARRIVE, "UGETNEXTWORKID.BROADCAST [UR4], [UR6]", WAIT]
+    result = run(lines, tokens, {64: 1}, "sm_100a", next_tile_latency=700, mbarrier=100)
+    assert result.cycles == pytest.approx(800, abs=10)
+
+
 def test_warps_that_wait_for_nothing_are_stuck() -> None:
     with pytest.raises(Stuck):
         run([WAIT], [[token("wait", 64, 0)]], {64: 1})
@@ -97,9 +136,10 @@ def test_warps_that_wait_for_nothing_are_stuck() -> None:
 @pytest.mark.parametrize(
     ("opcode", "pipe", "cycles"),
     [("MUFU.EX2", Pipe.MUFU, 8), ("FFMA", Pipe.FMA, 1), ("IMAD.MOV.U32", Pipe.FMA, 2), ("FMNMX", Pipe.ALU, 2),
-     ("F2FP.BF16.F32.PACK_AB", Pipe.ALU, 2), ("UIADD3", Pipe.UNIFORM, 2), ("STSM.16.M88.4", Pipe.LSU, 4)],
+     ("F2FP.BF16.F32.PACK_AB", Pipe.ALU, 2), ("UIADD3", Pipe.UNIFORM, 2), ("STSM.16.M88.4", Pipe.LSU, 4),
+     ("FFMA2", Pipe.FMA, 2), ("LDTM.x16", Pipe.TMEM, 16), ("STTM.16dp256bit.x4", Pipe.TMEM, 16)],
 )  # fmt: skip
 def test_operations(opcode: str, pipe: int, cycles: int) -> None:
-    assert operation(SM90, opcode, 20.0, 24.0)[:2] == (pipe, cycles)
+    assert operation(SM90, opcode, LATENCIES)[:2] == (pipe, cycles)
     if opcode == "MUFU.EX2":
-        assert operation(get_arch("sm_103a"), opcode, 20.0, 24.0)[1] == 4
+        assert operation(get_arch("sm_103a"), opcode, LATENCIES)[1] == 4
