@@ -400,7 +400,7 @@ class Category(NamedTuple):
     """What a row must share exactly with the problem it serves. ``grouped``: several query heads a K/V head (GQA, MQA).
 
     ``decode``: at most :data:`DECODE_ROWS` query rows a K/V head (seqlen_q · gqa_ratio). LSE is not in it: it moves no
-    optimum.
+    optimum. ``deterministic``: of backwards alone.
     """
 
     op: str
@@ -437,8 +437,11 @@ def category(problem: AttentionProblem) -> Category:
 
 
 def coordinates(problem: AttentionProblem, sm_count: int) -> tuple[float, float, float, float]:
-    """log2 of seqlen_q, seqlen_k, 128-row tiles an SM (at most 16) and gqa_ratio: what "nearest" is measured in."""
-    rows = problem.seqlen_q * problem.gqa_ratio
+    """log2 of seqlen_q, seqlen_k, 128-row tiles an SM (at most 16) and gqa_ratio: what "nearest" is measured in.
+
+    The tiles are those that CTAs own: of the queries of a K/V head, in a backward of its keys.
+    """
+    rows = problem.seqlen_k if problem.op == "bwd" else problem.seqlen_q * problem.gqa_ratio
     tiles = problem.batch * problem.heads_kv * -(-rows // _TILE_ROWS)
     values = (
         max(1, problem.seqlen_q),

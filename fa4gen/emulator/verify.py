@@ -137,7 +137,7 @@ def reduced(problem: AttentionProblem, config: Config) -> AttentionProblem:
 
     No extent grows; square problems stay square.
     """
-    rows = config.tile_m * getattr(config, "ctas", 1)
+    rows = config.tile_m * (getattr(config, "ctas", 1) if problem.op == "fwd" else 1)
     rows = rows // problem.gqa_ratio if getattr(config, "pack_gqa", False) else rows
     lengths = [max(2 * rows, 1) + 17, 3 * config.tile_n + 7]
     if problem.seqlen_q == problem.seqlen_k:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
+
 import pytest
 
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import FlashBwdSm90Config, FlashFwdSm90Config
 from fa4gen.errors import UnsupportedProblem
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
@@ -53,7 +57,19 @@ def test_backward_costs() -> None:
     assert wide.flops == 2 * (3 * 192 + 2 * 128) * 64 * 64
 
 
-def test_forward_digests_stay() -> None:
-    """Caches, grids and tables on disk were made with them."""
-    problem = AttentionProblem.parse("b=2 h=16 s=4096 d=128 causal lse")
-    assert Variant.of("sm_90a", problem, FlashFwdSm90Config()).digest == "10b04eb84d2ac211"
+def test_forward_digests_are_those_before_there_were_backwards() -> None:
+    """Caches and grids on disk were made with them."""
+    problem, config = AttentionProblem.parse("b=2 h=16 s=4096 d=128 causal lse"), FlashFwdSm90Config()
+    static = {"op": "fwd", "dtype": "bf16", "head_dim": 128, "head_dim_v": 128, "gqa_ratio": 1, "causal": True,
+              "return_lse": True}  # fmt: skip
+    data = {"family": "flash_fwd_sm90", "arch": "sm_90a", "static": static, "config": asdict(config)}
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    assert Variant.of("sm_90a", problem, config).digest == digest[:16]
+
+
+def test_deterministic_is_part_of_a_backwards_identity() -> None:
+    one, other = (
+        Variant.of("sm_90a", AttentionProblem.parse(f"h=2 s=64 d=64 op=bwd{flag}"), FlashBwdSm90Config())
+        for flag in ("", " deterministic")
+    )
+    assert one.digest != other.digest and "_det_" in other.name and "_det_" not in one.name

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa4gen.arch import get_device
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import FlashBwdSm90Config, FlashFwdSm90Config
 from fa4gen.errors import TableError, UnsupportedProblem
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import (
@@ -248,6 +248,32 @@ def test_other_categories_get_the_default(text: str) -> None:
     assert found.row is None
     assert found.config == FlashFwdSm90Config.default(problem(text))
     assert (found.source, found.distance, found.covered) == ("default", math.inf, False)
+
+
+def test_backward_rows_by_determinism(tmp_path: Path) -> None:
+    shape = "b=4 h=16 s=4096 d=128 op=bwd"
+    rows = [
+        row(f"{shape}{flag}").model_copy(
+            update={"family": "flash_bwd_sm90", "config": FlashBwdSm90Config(q_stages=stages), "runner_up": None}
+        )
+        for flag, stages in (("", 1), (" deterministic", 2))
+    ]
+    TunedTable(H200, (*ROWS, *rows)).save(tmp_path / "table.json")
+    table = TunedTable.load(tmp_path / "table.json")
+    assert all(found in table.rows for found in rows)
+    for found in rows:
+        assert table.lookup(found.problem).row == found
+        nearby = problem(str(found.problem).replace("s=4096", "s=4000"))
+        assert table.lookup(nearby).config == found.config
+    assert str(category(rows[1].problem)) == "bwd bf16 d=128 full MHA prefill deterministic"
+    assert table.lookup(problem("b=4 h=16 s=4096 d=128")).row == ROWS[0]
+
+
+def test_tiles_of_a_backward_are_of_keys() -> None:
+    queries, keys = (problem(f"h=1 {lengths} d=64") for lengths in ("sq=4096 sk=512", "sq=512 sk=4096"))
+    for op, tiles in (("fwd", (32, 4)), ("bwd", (4, 32))):
+        for p, count in zip((queries, keys), tiles, strict=True):
+            assert coordinates(replace(p, op=op), 1)[2] == math.log2(min(count, 16))
 
 
 def test_far_row_serves_but_is_not_covered() -> None:
