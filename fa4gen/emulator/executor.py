@@ -59,12 +59,14 @@ def execute(
     allow_open_stores: bool = False,
     progress: Callable[[float], None] | None = None,
     machine_type: type[Machine] = Machine,
+    resident: int = RESIDENT_CTAS,
 ) -> EmulatorReport:
     """Calls the object's entry function and runs what it launches.
 
     ``arguments``: :class:`Tensor`, int, float or None, as the entry takes them (no stream). ``progress`` is told the
     share of CTAs of the current launch that have ended. ``allow_open_stores``: a CTA may exit without having waited for
-    its last bulk stores to read shared memory. ``machine_type``: a subclass that watches the run.
+    its last bulk stores to read shared memory. ``machine_type``: a subclass that watches the run. ``resident``: CTAs
+    that run at a time, at least a cluster; the others wait, and cluster launch control may take them over.
 
     Raises:
         LaunchError: the host code refuses the arguments or the launch.
@@ -82,7 +84,7 @@ def execute(
     def on_launch(launch: Launch) -> None:
         program = compiled.programs[launch.kernel]
         reports.append(
-            run_launch(program, launch, memory, order, check_races, allow_open_stores, progress, machine_type)
+            run_launch(program, launch, memory, order, check_races, allow_open_stores, progress, machine_type, resident)
         )
 
     kernels = {name: program.kernel for name, program in compiled.programs.items()}
@@ -110,6 +112,7 @@ def _missing(region: Region, tensor: Tensor) -> int:
 def run_launch(
     program: Program, launch: Launch, memory: GlobalMemory, order: Schedule, check_races: bool,
     allow_open_stores: bool, progress: Callable[[float], None] | None, machine_type: type[Machine] = Machine,
+    resident: int = RESIDENT_CTAS,
 ) -> KernelReport:  # fmt: skip
     """Runs one launch, in waves of CTAs.
 
@@ -123,7 +126,7 @@ def run_launch(
     read, written = memory.bytes_read, memory.bytes_written
     waiting = deque(_clusters(launch))
     total = len(waiting)
-    per_wave = total if launch.cooperative else max(1, RESIDENT_CTAS // len(waiting[0]))
+    per_wave = total if launch.cooperative else max(1, resident // len(waiting[0]))
     races = Races() if check_races else None
     while waiting:
         wave = [waiting.popleft() for _ in range(min(per_wave, len(waiting)))]

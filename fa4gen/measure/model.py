@@ -44,30 +44,30 @@ class BoundMeasurer(Measurer):
 
 
 class ModelMeasurer(Measurer):
-    """The timing model of :mod:`fa4gen.timing`, for Hopper: its constants were fitted on an H200.
+    """The timing model of :mod:`fa4gen.timing`. Its constants were fitted on an H200; those of Blackwell are assumed.
 
     A measurement's samples are the members of an ensemble, always in one order, so that members of two variants at the
     same place have the same constants. They tell the model's own uncertainty about phases, not its error: ``margin``.
 
     Raises:
-        UsageError: ``device`` is no sm_90a, or numba is not installed.
+        UsageError: numba is not installed.
     """
 
     def __init__(self, device: Device) -> None:
-        if device.arch.name != "sm_90a":
-            raise UsageError(f"the timing model knows sm_90a, not {device.arch.name}")
         try:
             import numba  # noqa: F401
         except ImportError:
             raise UsageError("the timing model needs numba: pip install 'fa4gen[model]'") from None
-        from fa4gen.timing.constants import H200
+        from fa4gen.timing.constants import CHIPS
         from fa4gen.timing.model import VERSION
 
+        chip = CHIPS[device.arch.name]
         self._device = device
-        self._constants = H200
+        self._constants = chip.constants
         self._traced: dict[str, TracedVariant] = {}
-        self.name = f"timing model {VERSION}, constants {H200.digest}"
-        self.margin = 0.05
+        self.name = f"timing model {VERSION}, constants {chip.constants.digest}"
+        self.name += "" if chip.calibrated else " (chip uncalibrated)"
+        self.margin = chip.margin
 
     @property
     def device(self) -> Device:
@@ -82,6 +82,8 @@ class ModelMeasurer(Measurer):
         from fa4gen.timing.model import MEMBERS, ensemble, trace_variant
 
         assert artifact is not None, "needs_artifact"
+        if problem.op != "fwd":
+            return Failure(FailureKind.INFEASIBLE, "the timing model knows forward kernels only")
         try:
             if variant.digest not in self._traced:
                 self._traced[variant.digest] = trace_variant(artifact, problem, variant.config)

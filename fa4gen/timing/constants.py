@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fa4gen.arch import Arch
 
-__all__ = ["H200", "PRIOR", "Constants", "Pipe", "operation"]
+__all__ = ["CHIPS", "H200", "PRIOR", "Chip", "Constants", "Pipe", "operation"]
 
 
 class Pipe:
@@ -79,6 +79,29 @@ class Constants:
 PRIOR = Constants()
 # Fitted by scripts/calibrate_model.py: docs/model.md.
 H200 = Constants(mma_queue=3.0, contention=2.94, mufu_contention=2.45, fresh_latency=1483.0)
+
+# Nobody here has the chip: latencies of the H200. Accumulators lie in TMEM, so nothing contends for the register file,
+# and operands arrive at the rate of shared memory (arXiv 2603.05451, section 2). The clocks are assumed: 1755 MHz is
+# what flash-attn-4's authors lock a B200 to (its issue 2570), 1920 MHz the maximum of a B300.
+_BLACKWELL = dataclasses.replace(
+    H200, contention=1.0, mufu_contention=1.0, issue_cost=1.0, smem_factor=1.0, clock_base=1.755, clock_slope=0.0
+)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Constants of an architecture. ``margin``: the relative difference below which predicted times order nothing."""
+
+    constants: Constants
+    calibrated: bool
+    margin: float
+
+
+CHIPS = {
+    "sm_90a": Chip(H200, True, 0.05),
+    "sm_100a": Chip(_BLACKWELL, False, 0.10),
+    "sm_103a": Chip(dataclasses.replace(_BLACKWELL, clock_base=1.92), False, 0.10),
+}
 
 _FMA = frozenset({"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "FFMA2", "FADD2", "FMUL2"})
 _IMAD = frozenset({"IMAD", "IDP"})

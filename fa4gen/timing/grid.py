@@ -34,11 +34,11 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
     blocks = [max(steps, 1) for steps in steps_per_tile(problem, config)]
     cluster = cluster_size(config)
     blocks += [blocks[-1]] * (-len(blocks) % cluster)
-    rows = problem.batch * (problem.heads_kv if config.pack_gqa else problem.heads)
+    rows = problem.batch * (problem.heads_kv if getattr(config, "pack_gqa", False) else problem.heads)
     if config.tile_order == "linear":
         return blocks * rows
     head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
-    section = max(_L2_SECTION_BYTES // head_bytes, 1) * (1 if config.pack_gqa else problem.gqa_ratio)
+    section = max(_L2_SECTION_BYTES // head_bytes, 1) * (1 if getattr(config, "pack_gqa", False) else problem.gqa_ratio)
     steps: list[int] = []
     for first in range(0, rows, section):
         heads = min(section, rows - first)

@@ -41,7 +41,7 @@ MEMBERS = 7
 # pipes of the sub-partitions.
 UNITS = ("tensor", "smem", "issue", "fma", "alu", "mufu", "lsu", "uniform", "control", "tmem")
 _CYCLES, _ISSUED = 0, 1
-VERSION = 1  # of what is simulated; goes with the constants' digest into every prediction's provenance
+VERSION = 2  # of what is simulated; goes with the constants' digest into every prediction's provenance
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def trace_variant(artifact: Artifact, problem: AttentionProblem, config: Config)
         roles = sorted(dict(zip(keys, traced.warps, strict=True)).items(), key=lambda role: -len(set(role[0])))
         paths = {key: finder.find(tokens) for key, tokens in roles}
         program = prepare(kernel, traced, [paths[key] for key in keys], _ctas_per_sm(config))
-        each = 1 if config.pack_gqa or not persistent else problem.gqa_ratio
+        each = 1 if getattr(config, "pack_gqa", False) or not persistent else problem.gqa_ratio
         return Sample(tiles * each if persistent else 1, max(steps_per_tile(small, config)), program)
 
     short, long = SHORT * config.tile_n, LONG * config.tile_n
@@ -140,7 +140,7 @@ def _small(problem: AttentionProblem, config: Config, tiles: int, seqlen_k: int)
     """A problem of the same variant with ``tiles`` K/V heads of one M block (or a cluster of them), whose last row is a
     causal problem's last as well."""
     ratio = problem.gqa_ratio
-    rows = config.tile_m * cluster_size(config) // (ratio if config.pack_gqa else 1)
+    rows = config.tile_m * cluster_size(config) // (ratio if getattr(config, "pack_gqa", False) else 1)
     return replace(problem, batch=1, heads=tiles * ratio, heads_kv=tiles, seqlen_q=max(rows, 1), seqlen_k=seqlen_k)
 
 

@@ -179,7 +179,7 @@ class _Chip(NamedTuple):
 
 
 class _Code(NamedTuple):
-    index: np.ndarray
+    rows: np.ndarray
     token: np.ndarray
     tokens: np.ndarray
     first: np.ndarray
@@ -394,7 +394,7 @@ def _emit(sm, w, commits, tokens, t, now, chip, record):  # type: ignore[no-unty
 def _run(static, latency, code, chip, sm, record):  # type: ignore[no-untyped-def]
     """Cycles until the last warp has ended, -1 if they never all do. One function, and arrays as variables: a call for
     every warp and cycle takes several times as long."""
-    index, tokens_at, tokens, first = code.index, code.token, code.tokens, code.first
+    index, tokens_at, tokens, first = code.rows, code.token, code.tokens, code.first
     position, ready, earliest, last_issue = sm.position, sm.ready, sm.earliest, sm.last_issue
     boards, waiting_on, at_barrier, stores_read = sm.boards, sm.waiting_on, sm.at_barrier, sm.stores_read
     issue_free, pipe_free, busy, unit, issued_at = sm.issue_free, sm.pipe_free, sm.busy, sm.unit, record.issue

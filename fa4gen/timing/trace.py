@@ -64,38 +64,39 @@ class _Watcher(Machine):
         super().__init__(*arguments, **named)
         self.log: list[list[Token]] = [[] for _ in range(self.warps_per_cta)]
         self.counts_of: dict[int, int] = {}
-        # (what, from another CTA, to another CTA's, mbarrier offset) → sum over the run; only signals to or from CTA 0
-        self.signals: Counter[tuple[str, bool, bool, int]] = Counter()
+        # (warp in CTA, what, from another CTA, to another CTA's, mbarrier offset) → sum; only signals to or from CTA 0
+        self.signals: Counter[tuple[int, str, bool, bool, int]] = Counter()
         self.position = 0
 
     def run(self) -> None:
         super().run()
         if (0, 0, 0) in self.ctas:
-            warps = ([self._with_peers(token) for token in tokens] for tokens in self.log)
+            warps = ([self._with_peers(warp, token) for token in tokens] for warp, tokens in enumerate(self.log))
             type(self).notes = Trace(tuple(map(tuple, warps)), self.counts_of)
 
     def _signal(self, f: Fiber, row: int, what: str, flat: int, amount: int) -> int:
         """Counts a signal to the mbarrier at ``flat``, and returns what tokens call it: negative if a peer owns it."""
         source, target, offset = int(f.slots[row]), flat >> SLOT_BITS, flat & _OFFSET
         if source < self.cluster_size and 0 in (source, target):
-            self.signals[what, source > 0, target > 0, offset] += amount
+            self.signals[int(f.warps[row]) % self.warps_per_cta, what, source > 0, target > 0, offset] += amount
         return offset if target == source else ~offset
 
-    def _with_peers(self, token: Token) -> Token:
-        """A token of CTA 0 with what its peers add to the same barrier at the same time."""
+    def _with_peers(self, warp: int, token: Token) -> Token:
+        """A token of CTA 0 with what the same warp of its peers adds to the same barrier."""
         if token.kind == "arrive":
             barrier, arrivals, expected = token.values
-            values = [arrivals * self._times("arrivals", barrier), expected * self._times("expected", barrier)]
+            arrivals *= self._times(warp, "arrivals", barrier)
+            values = [arrivals, expected * self._times(warp, "expected", barrier)]
         elif token.kind == "load":
             barrier, read, delivered, fresh = token.values
-            values = [read, delivered * self._times("delivered", barrier), fresh]
+            values = [read, delivered * self._times(warp, "delivered", barrier), fresh]
         else:
             return token
         return token._replace(values=(barrier if barrier >= 0 else ~barrier, *values))
 
-    def _times(self, what: str, barrier: int) -> int:
-        offset = barrier if barrier >= 0 else ~barrier
-        own, out, got = (self.signals[what, a, b, offset] for a, b in ((False, False), (False, True), (True, False)))
+    def _times(self, warp: int, what: str, barrier: int) -> int:
+        offset, ways = barrier if barrier >= 0 else ~barrier, ((False, False), (False, True), (True, False))
+        own, out, got = (self.signals[warp, what, a, b, offset] for a, b in ways)
         if own:
             return 1 + got // own if barrier >= 0 else 0
         return got // out if out else 1
@@ -238,7 +239,7 @@ class _Watcher(Machine):
 
 
 def trace(artifact: Any, problem: AttentionProblem, num_sms: int) -> Trace:
-    """Runs ``problem`` in the emulator. ``artifact``: a compiled variant; ``num_sms`` sizes a persistent grid.
+    """Runs ``problem`` in the emulator. ``artifact``: a compiled variant; ``num_sms``: CTAs that run at a time.
 
     Raises:
         EmulatorError: the kernel does something wrong, or something the emulator does not implement.
@@ -253,6 +254,6 @@ def trace(artifact: Any, problem: AttentionProblem, num_sms: int) -> Trace:
     arguments += [default_scale(problem), num_sms]
     compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
     with np.errstate(all="ignore"):
-        execute(compiled, arguments, machine_type=watcher)
+        execute(compiled, arguments, machine_type=watcher, resident=num_sms)
     assert watcher.notes is not None
     return watcher.notes
