@@ -254,9 +254,9 @@ def test_backward_rows_by_determinism(tmp_path: Path) -> None:
     shape = "b=4 h=16 s=4096 d=128 op=bwd"
     rows = [
         row(f"{shape}{flag}").model_copy(
-            update={"family": "flash_bwd_sm90", "config": FlashBwdSm90Config(q_stages=stages), "runner_up": None}
+            update={"family": "flash_bwd_sm90", "config": FlashBwdSm90Config(tile_order=order), "runner_up": None}
         )
-        for flag, stages in (("", 1), (" deterministic", 2))
+        for flag, order in (("", "linear"), (" deterministic", "longest_first"))
     ]
     TunedTable(H200, (*ROWS, *rows)).save(tmp_path / "table.json")
     table = TunedTable.load(tmp_path / "table.json")
