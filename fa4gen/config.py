@@ -80,20 +80,19 @@ class FlashFwdSm90Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is.
 
         Shapes and structure are those that led on an H200 over the paper's grid. A causal mask makes tiles unequal:
-        the hardware's own scheduling, longest first, then beats a static persistent walk.
+        persistent CTAs then take them in pairs, or where few large ones make those too coarse, the hardware schedules
+        them, longest first.
         """
-        structure: dict[str, Any] = (
-            {"persistent": False, "tile_order": "longest_first"}
-            if problem.causal
-            else {"persistent": True, "tile_order": "linear"}
-        )
+        persistent: dict[str, Any] = {"persistent": True, "epilogue": "tma"}
+        paired = persistent | {"tile_order": "paired"}
+        longest_first: dict[str, Any] = {"tile_order": "longest_first"}
         if max(problem.head_dim, problem.head_dim_v) <= 64:
-            return cls(tile_m=192, tile_n=128, **structure)
+            return cls(tile_m=256, tile_n=64, **paired) if problem.causal else cls(tile_m=192, **persistent)
         if max(problem.head_dim, problem.head_dim_v) <= 128:
-            return cls(tile_m=192, tile_n=80, **structure)
+            return cls(tile_m=192, tile_n=80, **(longest_first if problem.causal else persistent))
         if problem.head_dim <= 192 and problem.head_dim_v <= 128:
-            return cls(tile_m=128, tile_n=112, **structure)
-        return cls(tile_m=128, tile_n=64, **structure)
+            return cls(tile_n=96, **paired) if problem.causal else cls(tile_n=112, **persistent)
+        return cls(tile_n=64, **(longest_first if problem.causal else {"persistent": True}))
 
 
 @dataclass(frozen=True)
