@@ -37,7 +37,7 @@ from fa4gen.console import (
     us,
     winners_table,
 )
-from fa4gen.errors import CompileError, Fa4genError, InfeasibleConfig, NoDeviceError, UsageError
+from fa4gen.errors import CompileError, Fa4genError, InfeasibleConfig, NoDeviceError, UnsupportedProblem, UsageError
 from fa4gen.feasibility import can_implement
 from fa4gen.problem import AttentionProblem
 from fa4gen.resources import resource_dir
@@ -438,11 +438,17 @@ def bench(
         raise UsageError("nothing to bench: give problems, --preset or --host")
     device = current_device(gpu)
     results = []
+    refused = False
     for problem in parsed:
         family = get_family(problem.op, device.arch.name).name
         changes = {text: partial(_override, overrides=text.split(), family=family) for text in variants or ()}
         own = [variant_peer(text, change, gpu) for text, change in changes.items()]
-        result = run_bench(problem, [*contestants, *own], device_index=gpu, rounds=rounds)
+        try:
+            result = run_bench(problem, [*contestants, *own], device_index=gpu, rounds=rounds)
+        except UnsupportedProblem as error:
+            err.print(f"[bold red]cannot run[/] {problem}: {escape(str(error))}", soft_wrap=True)
+            refused = True
+            continue
         results.append(result.to_dict())
         out.print(bench_table(result))
     if host:
@@ -455,6 +461,8 @@ def bench(
         results.append(asdict(cost))
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if refused:
+        raise typer.Exit(1)
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ from fa4gen.accuracy import AccuracyReport
 from fa4gen.arch import get_device
 from fa4gen.bench import BenchResult, Entry
 from fa4gen.bound import bound
-from fa4gen.cli import app
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.cli import OpName, _as_op, app
+from fa4gen.config import FlashBwdSm90Config, FlashFwdSm90Config
+from fa4gen.errors import UnsupportedProblem
 from fa4gen.measure.base import Failure, FailureKind, Measurement, Source
 from fa4gen.measure.model import BoundMeasurer
 from fa4gen.measure.replay import Grid
+from fa4gen.presets import get_preset
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, RunnerUp, TunedTable
 
@@ -377,6 +379,63 @@ def test_tune_replays_a_grid(tmp_path: Path) -> None:
     assert row.config == best and row.provenance.measurer.startswith("replay grid.json")
     assert not (tmp_path / "tuned").exists()
     assert "tile_n=96" in run("show", str(problem), "--device", "h200", "--table", tmp_path / "t.json").stdout
+
+
+def test_tune_backwards_of_a_grid(tmp_path: Path) -> None:
+    """``--op bwd`` turns a forward's text into its backward, which a grid of the backward family serves."""
+    problem, path = AttentionProblem.parse("b=1 h=2 s=512 d=64 op=bwd deterministic"), tmp_path / "grid.json"
+    default = FlashBwdSm90Config.default(problem)
+    best = replace(default, tile_order="linear" if default.tile_order != "linear" else "longest_first")
+    grid = Grid(H200, "flash_bwd_sm90")
+    grid.record(problem, [(default, Measurement((20.0, 20.1))), (best, Measurement((15.0, 15.1)))], {})
+    grid.save(path)
+    arguments = ("--measure", "replay", "--grid", path, "--out", tmp_path / "t.json")
+    result = run("tune", "--problem", "b=1 h=2 s=512 d=64 lse", "--op", "bwd", "--deterministic", *arguments)
+    assert result.exit_code == 0, result.output
+    (row,) = TunedTable.load(tmp_path / "t.json").rows
+    assert row.problem == problem and row.config == best and row.family == "flash_bwd_sm90"
+    shown = run("show", str(problem), "--device", "h200", "--table", tmp_path / "t.json").stdout
+    assert f"tile_order={best.tile_order}" in shown and "this very problem" in shown
+    fails(2, "deterministic belongs to op=bwd", "tune", "--problem", "h=2 s=512 d=64", "--deterministic")
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "deterministic", "want"),
+    [
+        ("h=2 s=64 d=64 causal lse", None, False, "b=1 h=2 s=64 d=64 causal lse"),
+        ("h=2 s=64 d=64 causal lse", "bwd", False, "b=1 h=2 s=64 d=64 op=bwd causal"),
+        ("h=2 s=64 d=64 op=bwd", None, True, "b=1 h=2 s=64 d=64 op=bwd deterministic"),
+        ("h=2 s=64 d=64 op=bwd deterministic", "bwd", False, "b=1 h=2 s=64 d=64 op=bwd deterministic"),
+        ("h=2 s=64 d=64 op=bwd deterministic", "fwd", False, "b=1 h=2 s=64 d=64"),
+    ],
+)
+def test_op_and_deterministic_apply_to_problems(text: str, op: str | None, deterministic: bool, want: str) -> None:
+    problem = AttentionProblem.parse(text)
+    assert list(map(str, _as_op([problem, problem], op and OpName(op), deterministic))) == [want]
+
+
+def test_op_applies_to_presets() -> None:
+    problems = _as_op(list(get_preset("paper")), OpName.BWD, False)
+    assert len(problems) == 36 and {p.op for p in problems} == {"bwd"}
+
+
+def test_bench_goes_on_after_a_problem_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    benched = []
+
+    def bench(problem: AttentionProblem, contestants: Any, **options: Any) -> BenchResult:
+        benched.append((str(problem), [peer.title for peer in contestants]))
+        if problem.head_dim > 128:
+            raise UnsupportedProblem("no config")
+        return BenchResult(str(problem), "NVIDIA H200", "row", ())
+
+    monkeypatch.setattr("fa4gen.bench.bench", bench)
+    monkeypatch.setattr("fa4gen.measure.cuda.current_device", lambda index: H200)
+    monkeypatch.setattr("fa4gen.cli.bench_table", lambda result: result.problem)
+    shapes, out = ("h=2 s=64 d=192", "h=2 s=64 d=64"), tmp_path / "bench.json"
+    result = run("bench", *shapes, "--op", "bwd", "--peers", "none", "--set", "tile_n=64", "--json", out)
+    assert result.exit_code == 1 and "cannot run b=1 h=2 s=64 d=192 op=bwd: no config" in result.stderr
+    assert benched == [(f"b=1 h=2 s=64 d={d} op=bwd", ["fa4gen with tile_n=64"]) for d in (192, 64)]
+    assert len(json.loads(out.read_text())) == 1
 
 
 def test_interrupted_tuning_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
