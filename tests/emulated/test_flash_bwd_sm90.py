@@ -20,6 +20,7 @@ CASES = {
     "more_queries": ("b=2 h=1 sq=300 sk=70 d=64 causal", Config(tile_m=128, ds_from_rounded_p=True)),
     "poly_exp2": ("b=1 h=1 s=150 d=64", Config(exp2_poly_fraction=0.25, exp2_poly_degree=4)),
     "fp16_d8": ("b=1 h=2 sq=77 sk=200 d=8 causal dtype=fp16", Config()),
+    "d16_wide": ("b=1 h=1 sq=140 sk=100 d=16", Config(tile_m=128, ds_from_rounded_p=True)),
     "d40_dv80": ("b=1 h=1 sq=70 sk=190 d=40 dv=80", Config(ds_stages=1)),
     "one_query": ("b=3 h=1 sq=1 sk=1 d=128", Config()),
 }
