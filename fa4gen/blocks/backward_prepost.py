@@ -92,7 +92,7 @@ def preprocess(
     zeros.fill(0.0)
     fours = const_expr(cute.size(total, mode=[1]) // 4)
     for i in cutlass.range(thread, tile_m * fours, PREPOST_THREADS, unroll=4):
-        cute.autovec_copy(zeros, _vector(total[None, None, head, batch], first + i // fours, i % fours * 4, 4))
+        cute.autovec_copy(zeros, _row_part(total[None, None, head, batch], first + i // fours, i % fours * 4, 4))
     if const_expr(deterministic):  # noqa: SIM102 - one is decided at compile time
         if thread == 0:
             semaphores[tile, head, batch] = Int32(0)
@@ -118,8 +118,8 @@ def _row_products(
         if row < mO.shape[0] and column < columns:
             o = cute.make_rmem_tensor((_VECTOR,), mO.element_type)
             do = cute.make_rmem_tensor((_VECTOR,), mO.element_type)
-            cute.autovec_copy(_vector(mO, row, column, _VECTOR), o)
-            cute.autovec_copy(_vector(mDO, row, column, _VECTOR), do)
+            cute.autovec_copy(_row_part(mO, row, column, _VECTOR), o)
+            cute.autovec_copy(_row_part(mDO, row, column, _VECTOR), do)
             for j in cutlass.range_constexpr(_VECTOR):
                 product += Float32(o[j]) * Float32(do[j])
         product = cute.arch.warp_reduction_sum(product, threads_in_group=lanes)
@@ -142,13 +142,13 @@ def postprocess(total: cute.Tensor, mDQ: cute.Tensor, scale: Float32, tile_m: cu
         if row < mDQ.shape[0]:
             values = cute.make_rmem_tensor((_VECTOR,), Float32)
             rounded = cute.make_rmem_tensor((_VECTOR,), mDQ.element_type)
-            cute.autovec_copy(_vector(total[None, None, head, batch], row, column, _VECTOR), values)
+            cute.autovec_copy(_row_part(total[None, None, head, batch], row, column, _VECTOR), values)
             for j in cutlass.range_constexpr(_VECTOR):
                 values[j] = values[j] * scale
             convert_packed(values, rounded)
-            cute.autovec_copy(rounded, _vector(mDQ[None, None, head, batch], row, column, _VECTOR))
+            cute.autovec_copy(rounded, _row_part(mDQ[None, None, head, batch], row, column, _VECTOR))
 
 
-def _vector(t: cute.Tensor, row: Int32, column: Int32, size: int) -> cute.Tensor:
+def _row_part(t: cute.Tensor, row: Int32, column: Int32, size: int) -> cute.Tensor:
     """``size`` elements of row ``row`` from ``column`` on, which is a multiple of it."""
     return cute.local_tile(t, (1, size), (row, column // size))[0, None]

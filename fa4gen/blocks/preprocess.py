@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-THREADS = 256
+PREPROCESS_THREADS = 256
 LOG2_E = 1.4426950408889634
 
 
@@ -42,7 +42,7 @@ def preprocess(
             store_zero(semaphores + (tile + 1) * semaphores_per_tile)
 
     lanes = const_expr(_lanes_per_row(mO.shape[3]))
-    rows = const_expr(THREADS // lanes)
+    rows = const_expr(PREPROCESS_THREADS // lanes)
     passes = const_expr(-(-tile_m // rows))
     lane = thread % lanes
     o = cute.make_rmem_tensor((8, passes), mO.element_type)
@@ -78,9 +78,9 @@ def zero_accumulator(target: cute.Pointer, thread: Int32, elements: cutlass.Cons
     tile = cute.make_tensor(target, cute.make_layout((4, elements // 4)))
     zeros = cute.make_rmem_tensor((4,), Float32)
     zeros.fill(0.0)
-    for i in cutlass.range_constexpr(-(-elements // 4 // THREADS)):
-        vector = i * THREADS + thread
-        if const_expr((i + 1) * THREADS <= elements // 4):
+    for i in cutlass.range_constexpr(-(-elements // 4 // PREPROCESS_THREADS)):
+        vector = i * PREPROCESS_THREADS + thread
+        if const_expr((i + 1) * PREPROCESS_THREADS <= elements // 4):
             cute.autovec_copy(zeros, tile[None, vector])
         elif vector < elements // 4:
             cute.autovec_copy(zeros, tile[None, vector])
