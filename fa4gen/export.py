@@ -18,9 +18,11 @@ from fa4gen.artifact_cache import toolchain_versions
 from fa4gen.compile import CompilePool
 from fa4gen.config import config_to_dict
 from fa4gen.errors import CompileError, Fa4genError, UsageError
+from fa4gen.problem import AttentionProblem
 from fa4gen.render import render
 from fa4gen.tuned_table import Row, TunedTable, TunedTables
 from fa4gen.variant import Variant
+from fa4gen.workspace import workspace_elements
 
 __all__ = ["LIBRARY", "MANIFEST", "bundle", "export_aot", "export_source", "export_table", "load_aot"]
 
@@ -65,6 +67,39 @@ def attention(q, k, v, softmax_scale=None):
     return tuple(outputs) if RETURN_LSE else outputs[0]
 '''
 
+# The same for a backward.
+_BACKWARD_RUNNER = '''"""Runner: compiles at first use, then launches on torch's current stream."""
+
+import functools
+
+import cutlass.cute as cute
+import torch
+
+
+@functools.cache
+def compiled():
+    """The kernel as a function of (q, k, v, o, do, lse, dq, dk, dv, workspace, softmax_scale, num_sms)."""
+    return cute.compile(entry, *fake_arguments(), options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
+
+
+def attention_backward(q, k, v, o, do, lse, softmax_scale=None):
+    """dQ, dK, dV, like q (b, sq, h, HEAD_DIM), k (b, sk, hk, HEAD_DIM), v (b, sk, hk, HEAD_DIM_V).
+
+    o and its gradient do are (b, sq, h, HEAD_DIM_V), lse (b, h, sq) fp32 holds natural logarithms. CUDA tensors of
+    DTYPE with h = GQA_RATIO * hk; addresses and strides are multiples of 16 bytes, the last dimension is contiguous.
+    """
+    if q.shape[2] != GQA_RATIO * k.shape[2]:
+        raise ValueError(f"this kernel wants {GQA_RATIO} query heads per K/V head, got {q.shape[2]} and {k.shape[2]}")
+    b, sq, h, _ = q.shape
+    gradients = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+    if b * sq * k.shape[1]:
+        elements = WORKSPACE_FIXED + WORKSPACE_OF_BLOCK * b * h * -(-sq // WORKSPACE_QUERIES)
+        workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        compiled()(q, k, v, o, do, lse, *gradients, workspace, softmax_scale or HEAD_DIM**-0.5, num_sms)
+    return tuple(gradients)
+'''
+
 
 def export_table(device: str, path: Path, directories: Sequence[Path] | None = None) -> TunedTable:
     """Merges every row that serves the device with key ``device`` on this machine into the file at ``path``.
@@ -79,13 +114,32 @@ def export_table(device: str, path: Path, directories: Sequence[Path] | None = N
 
 
 def export_source(variant: Variant) -> str:
-    """One Python file that runs ``variant`` with CuTe DSL and torch alone: ``attention(q, k, v, softmax_scale=None)``.
+    """One Python file that runs ``variant`` with CuTe DSL and torch alone: ``attention(q, k, v, softmax_scale=None)``,
+    or ``attention_backward(q, k, v, o, do, lse, softmax_scale=None)``.
 
     Raises:
         Fa4genError: two of the modules that it joins define one name differently.
     """
-    target = f'"""Target."""\n\nARCH = "{variant.arch}"\nRETURN_LSE = {variant.static.return_lse}\n'
-    return bundle(render(variant), target, _RUNNER)
+    target = f'"""Target."""\n\nARCH = "{variant.arch}"\n'
+    if variant.static.op == "bwd":
+        sizes = "".join(f"WORKSPACE_{name.upper()} = {size}\n" for name, size in _workspace_sizes(variant).items())
+        return bundle(render(variant), target + sizes, _BACKWARD_RUNNER)
+    return bundle(render(variant), f"{target}RETURN_LSE = {variant.static.return_lse}\n", _RUNNER)
+
+
+def _workspace_sizes(variant: Variant) -> dict[str, int]:
+    """fp32 elements of a backward's workspace: ``fixed`` and ``of_block`` for each block of ``queries`` of a head."""
+    static, queries = variant.static, variant.config.tile_m
+
+    def elements(blocks: int) -> int:
+        problem = AttentionProblem(
+            1, static.gqa_ratio, 1, blocks * queries, 1, static.head_dim, static.head_dim_v,
+            op="bwd", deterministic=static.deterministic,
+        )  # fmt: skip
+        return workspace_elements(problem, variant.config)
+
+    of_block = (elements(2) - elements(1)) // static.gqa_ratio
+    return {"fixed": 2 * elements(1) - elements(2), "of_block": of_block, "queries": queries}
 
 
 @dataclass
@@ -217,7 +271,8 @@ def export_aot(table: TunedTable, directory: Path, rows: Iterable[Row] | None = 
     ``manifest.json`` lists the kernels (symbol, compile-time problem, config) and the rows (problem, symbol, times).
     :func:`load_aot` reads it back; any program can do the same with ``tvm_ffi.load_module``, once it has loaded the
     libraries that ``cutlass.cute.runtime.find_runtime_libraries`` names. A kernel takes
-    (q, k, v, o, [lse,] softmax_scale, num_sms). Returns the library's path.
+    (q, k, v, o, [lse,] softmax_scale, num_sms), a backward (q, k, v, o, do, lse, dq, dk, dv, workspace, softmax_scale,
+    num_sms), whose ``workspace`` in the manifest tells the size. Returns the library's path.
 
     Raises:
         UsageError: there is no row, or no C linker (``cc``).
@@ -248,6 +303,7 @@ def export_aot(table: TunedTable, directory: Path, rows: Iterable[Row] | None = 
         "versions": toolchain_versions(),
         "kernels": [
             {"symbol": v.name, "family": v.family.name, "problem": asdict(v.static), "config": config_to_dict(v.config)}
+            | ({"workspace": _workspace_sizes(v)} if v.static.op == "bwd" else {})
             for v in variants
         ],
         "rows": [

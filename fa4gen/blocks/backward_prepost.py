@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from fa4gen.blocks.logarithms import LOG2_E
 from fa4gen.blocks.ptx import convert_packed
 
-LOG2_E = 1.4426950408889634
 # Of the kernels in this file.
 PREPOST_THREADS = 128
 # Elements of a 16-byte vector of a 16-bit type.

@@ -13,7 +13,7 @@ from fa4gen.blocks.ptx import convert_packed
 from fa4gen.blocks.tcgen05 import arrive_warp, load_row, store_row
 
 # Columns that a thread reads from TMEM at once.
-_CHUNK = 32
+_PIECE = 32
 
 
 @cute.jit
@@ -50,7 +50,7 @@ def recompute_probabilities(
     ``other_loads``: called when S is in registers, to wait for those who load where P goes.
     """
     columns = const_expr(cute.size(p))
-    for first in cutlass.range_constexpr(0, columns, _CHUNK):
+    for first in cutlass.range_constexpr(0, columns, _PIECE):
         load_row(base, score_column + first, _part(p, first), key)
     cute.arch.fence_view_async_tmem_load()
     if const_expr(other_loads is not None):
@@ -58,8 +58,8 @@ def recompute_probabilities(
     if const_expr(hidden is not None):
         for j in cutlass.range(columns, unroll_full=True):
             p[j] = p[j] if j >= hidden else -Float32.inf
-    for first in cutlass.range_constexpr(0, columns, _CHUNK):
-        for j in cutlass.range_constexpr(first, first + _CHUNK, 4):
+    for first in cutlass.range_constexpr(0, columns, _PIECE):
+        for j in cutlass.range_constexpr(first, first + _PIECE, 4):
             offset = _four(minus_lse, j)
             for i in cutlass.range_constexpr(0, 4, 2):
                 x = cute.arch.fma_packed_f32x2(
@@ -69,7 +69,7 @@ def recompute_probabilities(
                     p[j + i], p[j + i + 1] = exp2_polynomial_pair(x[0], x[1], degree)
                 else:
                     p[j + i], p[j + i + 1] = exp2_mufu(x[0]), exp2_mufu(x[1])
-        rounded = cute.make_rmem_tensor((_CHUNK,), dtype)
+        rounded = cute.make_rmem_tensor((_PIECE,), dtype)
         convert_packed(_part(p, first), rounded)
         store_row(base, probability_column + first // 2, cute.recast_tensor(rounded, Float32), key)
 
@@ -89,11 +89,11 @@ def score_gradients(
     ``gradients``: 16-bit registers (n,); packed they also go to TMEM from ``gradient_column`` on, complete after
     ``fence_view_async_tmem_store``. ``p``: fp32 registers (n,). ``delta``: n fp32 in shared memory.
     """
-    for first in cutlass.range_constexpr(0, cute.size(p), _CHUNK):
-        product = cute.make_rmem_tensor((_CHUNK,), Float32)
+    for first in cutlass.range_constexpr(0, cute.size(p), _PIECE):
+        product = cute.make_rmem_tensor((_PIECE,), Float32)
         load_row(base, product_column + first, product, key)
         cute.arch.fence_view_async_tmem_load()
-        for j in cutlass.range_constexpr(0, _CHUNK, 4):
+        for j in cutlass.range_constexpr(0, _PIECE, 4):
             offset = _four(delta, first + j)
             for i in cutlass.range_constexpr(0, 4, 2):
                 x = cute.arch.sub_packed_f32x2((product[j + i], product[j + i + 1]), (offset[i], offset[i + 1]))
@@ -179,7 +179,7 @@ def load_statistics(source: cute.Pointer, target: cute.Pointer, barrier: cute.Po
 
 
 def _part(values: cute.Tensor, first: int) -> cute.Tensor:
-    return cute.make_tensor(values.iterator + first, cute.make_layout(_CHUNK))
+    return cute.make_tensor(values.iterator + first, cute.make_layout(_PIECE))
 
 
 @cute.jit

@@ -4,12 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from fa4gen.blocks.logarithms import LOG2_E
+
 PREPROCESS_THREADS = 256
-LOG2_E = 1.4426950408889634
 
 
 @cute.kernel
-def preprocess(
+def prepare(
     mO: cute.Tensor,
     mdO: cute.Tensor,
     mLSE: cute.Tensor,

@@ -12,12 +12,13 @@ import pytest
 
 from fa4gen import export
 from fa4gen.arch import get_device
-from fa4gen.config import FlashFwdSm90Config
+from fa4gen.config import FlashFwdSm90Config, get_family
 from fa4gen.errors import Fa4genError, UsageError
 from fa4gen.export import bundle, export_source
 from fa4gen.problem import AttentionProblem
 from fa4gen.tuned_table import Provenance, Row, TunedTable
 from fa4gen.variant import Variant
+from fa4gen.workspace import workspace_elements
 
 H200 = get_device("h200").key
 
@@ -144,6 +145,21 @@ def test_standalone_source_names_all_it_uses(text: str) -> None:
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {"entry", "kernel", "fake_arguments", "attention"} <= functions
     assert f"RETURN_LSE = {problem.return_lse}\n" in source
+
+
+@pytest.mark.parametrize("flag", ["", " causal deterministic"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_standalone_backward_sizes_its_workspace(arch: str, flag: str) -> None:
+    problem = AttentionProblem.parse(f"b=3 h=8 hk=2 sq=333 sk=77 d=64 op=bwd{flag}")
+    variant = Variant.of(arch, problem, get_family("bwd", arch).config_type.default(problem))
+    source = export_source(variant)
+    functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    assert {"entry", "fake_arguments", "attention_backward"} <= functions
+    sizes: dict[str, int] = {}
+    exec("\n".join(line for line in source.splitlines() if line.startswith("WORKSPACE_")), sizes)
+    blocks = 3 * 8 * -(-333 // sizes["WORKSPACE_QUERIES"])
+    elements = sizes["WORKSPACE_FIXED"] + sizes["WORKSPACE_OF_BLOCK"] * blocks
+    assert elements == workspace_elements(problem, variant.config)
 
 
 def test_every_block_can_be_bundled_with_every_other() -> None:
