@@ -40,7 +40,7 @@ def test_a_second_run_goes_on_and_failures_do_not_count(script, tmp_path: Path, 
     monkeypatch.setattr(script, "SPARE", 2.0)
     path, groups = tmp_path / "grid.json.gz", script.cells()[:2]
     measurer = FakeMeasurer(
-        Landscape(0), needs_artifact=True, failures=lambda c: FailureKind.WRONG if c.tile_n == 64 else None
+        Landscape(0), needs_artifact=True, failures=lambda c: FailureKind.WRONG if c.tile_n == 112 else None
     )
     compiler = FakeCompiler(lambda c: {"error": "no"} if c.tile_n == 48 else {})
     script.Recorder(Grid(H200, "flash_fwd_sm90"), path, measurer, compiler, 20).run(groups[:1], 5, {"driver": "1"})

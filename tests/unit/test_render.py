@@ -16,7 +16,7 @@ from fa4gen.render import diff, render
 from fa4gen.variant import Variant
 
 GQA = AttentionProblem.parse("b=2 h=16 hk=4 s=1024 d=64 lse")
-BASE = FlashFwdSm90Config()
+BASE = FlashFwdSm90Config(tile_n=48)  # two CTAs of it fit an SM
 OTHER_VALUES = {
     "tile_m": 192,
     "tile_n": 96,
@@ -24,11 +24,14 @@ OTHER_VALUES = {
     "schedule": "cooperative",
     "intra_wg_overlap": False,
     "mma_pv_is_rs": False,
+    "mma_qk_is_rs": True,
     "exp2_poly_fraction": 0.25,
     "exp2_poly_degree": 5,
     "rescale_threshold": 4.0,
     "pack_gqa": True,
+    "ctas_per_sm": 2,
     "persistent": not BASE.persistent,
+    "epilogue": "tma" if BASE.epilogue == "tma_over_q" else "tma_over_q",
     "tile_order": "longest_first" if BASE.tile_order == "linear" else "linear",
     "cluster_m": 2,
     "producer_regs": 40,
