@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from fa4gen import knobs
 from fa4gen.arch import DEVICES, Device, get_arch, get_device
 from fa4gen.bound import bound
-from fa4gen.config import Config, config_from_dict, get_family
+from fa4gen.config import Config, config_from_dict, config_to_dict, get_family
 from fa4gen.console import (
     bench_table,
     bound_table,
@@ -212,23 +212,28 @@ def render(
     problem: ProblemText,
     overrides: Overrides = None,
     other: Annotated[
-        str | None,
-        typer.Option("--diff", metavar="'KNOB=VALUE ...'", help="How the source changes with these knobs."),
+        str | None, typer.Argument(metavar="[OTHER]", help="Another problem, or 'KNOB=VALUE ...', for --diff.")
     ] = None,
     device: DeviceName = None,
+    overrides: Overrides = None,
+    compare: Annotated[bool, typer.Option("--diff", help="How the source changes from PROBLEM to OTHER.")] = False,
     table: TableFile = None,
     output: Annotated[Path | None, typer.Option("--out", help="Write to a file.")] = None,
 ) -> None:
-    """Prints the source of the kernel that would run for PROBLEM, or how it changes with some knobs."""
+    """Prints the source of the kernel that would run for PROBLEM, or how it changes for another or with some knobs."""
     from fa4gen.render import diff
     from fa4gen.render import render as render_source
 
     chosen = _select(problem, _device(device), table, overrides)
+    if compare != (other is not None):
+        raise UsageError("--diff and what to compare with, a problem or KNOB=VALUE, go together")
     if other is None:
         text = render_source(chosen.variant)
-    else:
+    elif any(setting.partition("=")[0] in config_to_dict(chosen.config) for setting in other.split()):
         text = diff(chosen.variant, _changed(chosen, other.split(), "--diff").variant)
     if output is not None:
+    else:
+        text = diff(chosen.variant, _select(other, chosen.device, table, overrides).variant)
         output.write_text(text, encoding="utf-8")
     elif other is None:
         typer.echo(text, nl=False)

@@ -165,6 +165,16 @@ def test_render_diff(table: Path, tmp_path: Path) -> None:
     fails(2, "shared memory", *base, "--diff", "kv_stages=8")
 
 
+def test_render_diff_of_two_problems() -> None:
+    base = ("render", "h=4 s=512 d=64", "--device", "b200")
+    text = run(*base, "h=8 hk=2 s=512 d=64 lse", "--diff").stdout
+    assert "\n-GQA_RATIO = 1\n" in text and "\n+GQA_RATIO = 4\n" in text
+    assert "+    mLSE: cute.Tensor,\n" in text and "TILE_N =" not in text
+    assert "no difference" in run(*base, "h=8 s=1024 d=64", "--diff").stderr, "one kernel serves every length"
+    fails(2, "go together", *base, "h=8 s=512 d=64")
+    fails(2, "go together", *base, "--diff")
+
+
 def test_a_diff_is_coloured_on_a_terminal() -> None:
     text = console.diff_text("--- a\n+++ b\n@@ -1 +1 @@\n same\n-old\n+new\n")
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
