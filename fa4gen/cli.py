@@ -210,13 +210,12 @@ def _override(config: Config, overrides: list[str], family: str, option: str = "
 @app.command()
 def render(
     problem: ProblemText,
-    overrides: Overrides = None,
     other: Annotated[
         str | None, typer.Argument(metavar="[OTHER]", help="Another problem, or 'KNOB=VALUE ...', for --diff.")
     ] = None,
-    device: DeviceName = None,
     overrides: Overrides = None,
     compare: Annotated[bool, typer.Option("--diff", help="How the source changes from PROBLEM to OTHER.")] = False,
+    device: DeviceName = None,
     table: TableFile = None,
     output: Annotated[Path | None, typer.Option("--out", help="Write to a file.")] = None,
 ) -> None:
@@ -224,16 +223,16 @@ def render(
     from fa4gen.render import diff
     from fa4gen.render import render as render_source
 
-    chosen = _select(problem, _device(device), table, overrides)
     if compare != (other is not None):
         raise UsageError("--diff and what to compare with, a problem or KNOB=VALUE, go together")
+    chosen = _select(problem, _device(device), table, overrides)
     if other is None:
         text = render_source(chosen.variant)
     elif any(setting.partition("=")[0] in config_to_dict(chosen.config) for setting in other.split()):
         text = diff(chosen.variant, _changed(chosen, other.split(), "--diff").variant)
-    if output is not None:
     else:
         text = diff(chosen.variant, _select(other, chosen.device, table, overrides).variant)
+    if output is not None:
         output.write_text(text, encoding="utf-8")
     elif other is None:
         typer.echo(text, nl=False)
