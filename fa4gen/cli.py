@@ -33,7 +33,9 @@ from fa4gen.console import (
     note,
     out,
     row_facts,
+    simulation_facts,
     timed,
+    timeline_view,
     us,
     winners_table,
 )
@@ -272,7 +274,12 @@ def _artifact_facts(artifact: Artifact) -> list[tuple[str, Any]]:
 
 @app.command()
 def inspect(
-    problem: ProblemText, overrides: Overrides = None, device: DeviceName = None, table: TableFile = None
+    problem: ProblemText,
+    overrides: Overrides = None,
+    device: DeviceName = None,
+    table: TableFile = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="What its warps and units do in the simulator.")] = False,
+    picture: Annotated[Path | None, typer.Option("--png", help="Draw the timeline to a file.")] = None,
 ) -> None:
     """Registers, spills, instruction mix and bound of the kernel that would run for PROBLEM."""
     from fa4gen.compile import compile_variant
@@ -283,11 +290,30 @@ def inspect(
     report = inspect_cubin(artifact.cubin_path)
     out.print(facts([("variant", artifact.variant_name), *_artifact_facts(artifact)]))
     out.print()
+    if timeline or picture is not None:
+        _show_timeline(chosen, artifact, picture)
+        return
     shown = list(report.mix.items())[:MIX_ROWS]
     rest = sum(report.mix.values()) - sum(count for _, count in shown)
     out.print(grid("opcode", "static count>", rows=[*shown, ("others", rest)]))
     out.print()
     out.print(bound_table(bound(chosen.problem, chosen.config, chosen.device)))
+
+
+def _show_timeline(chosen: _Selection, artifact: Artifact, picture: Path | None) -> None:
+    """Simulates a kernel, prints its lanes, and draws them to ``picture``."""
+    from fa4gen.measure.model import ModelMeasurer
+    from fa4gen.timing.timeline import draw, timeline
+
+    model = ModelMeasurer(chosen.device)
+    lanes = timeline(model.traced(chosen.problem, chosen.variant, artifact), model.constants)
+    title = f"predicted by {model.name} for {chosen.device.name}: {artifact.variant_name}"
+    out.print(simulation_facts(model.predict(chosen.problem, chosen.variant, artifact), model.name))
+    out.print()
+    out.print(timeline_view(lanes, out.width))
+    if picture is not None:
+        draw(lanes, title, picture)
+        out.print(f"drawn in {picture}", soft_wrap=True)
 
 
 class ScheduleName(str, Enum):
@@ -406,9 +432,29 @@ def show(problem: ProblemText, device: DeviceName = None, table: TableFile = Non
     out.print(facts(rows))
     out.print(f"\nThe throughput bound of this problem with this config is {us(limits.microseconds)}:")
     out.print(bound_table(limits))
+    _show_simulation(chosen)
     if not resolution.covered:
         known = "predicted, not measured" if resolution.source == "predicted" else "not tuned"
         note(f'{known}: fa4gen tune --problem "{chosen.problem}"')
+
+
+def _show_simulation(chosen: _Selection) -> None:
+    """What bounds a compiled kernel in the simulator, and how much it waits."""
+    from fa4gen.artifact_cache import ArtifactCache
+    from fa4gen.measure.model import ModelMeasurer
+
+    artifact = ArtifactCache().get(chosen.variant)
+    if artifact is None:
+        note("its kernel is not compiled, so nothing is simulated: fa4gen compile, or inspect --timeline")
+        return
+    try:
+        model = ModelMeasurer(chosen.device)
+        predictions = model.predict(chosen.problem, chosen.variant, artifact)
+    except Fa4genError as error:
+        note(f"not simulated: {error}")
+        return
+    out.print()
+    out.print(simulation_facts(predictions, model.name))
 
 
 @app.command()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fa4gen.bench import BenchResult
     from fa4gen.emulator import Verification
     from fa4gen.measure.base import Source
+    from fa4gen.timing.model import Prediction
+    from fa4gen.timing.timeline import Timeline
     from fa4gen.tune.result import TuneResult
     from fa4gen.tuned_table import Row
 
@@ -39,7 +41,9 @@ __all__ = [
     "note",
     "out",
     "row_facts",
+    "simulation_facts",
     "timed",
+    "timeline_view",
     "us",
 ]
 
@@ -267,6 +271,59 @@ def instruction_table(verdict: Verification) -> Table:
     total = units.total()
     rows = [(unit, f"{count:,}", f"{100 * count / total:.1f} %") for unit, count in units.most_common() if count]
     return grid("class", "warp instructions>", "share>", rows=[*rows, ("all", f"{total:,}", "")])
+
+
+# Names of the simulator's units, fa4gen.timing.model.UNITS.
+_SIMULATED = {
+    "tensor": "tensor cores", "smem": "shared memory (MMA operands)", "issue": "issue slots", "fma": "FMA",
+    "alu": "ALU", "mufu": "MUFU", "lsu": "load/store", "uniform": "uniform pipe", "control": "branches",
+    "tmem": "tensor memory",
+}  # fmt: skip
+
+
+def simulation_facts(predictions: Sequence[Prediction], model: str) -> Table:
+    """A predicted time with its ensemble's spread, which unit bounds a step, and what is lost to dependencies."""
+    own, times = predictions[0], sorted(p.microseconds for p in predictions)
+    busy = sorted(own.step_busy.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{_SIMULATED[name]} {100 * share:.0f} %" for name, share in busy if share >= 0.05)
+    middle = times[len(times) // 2]
+    return facts(
+        [
+            ("predicted", f"{us(middle)} {interval(times[0], times[-1])}, not measured: by {model}"),
+            ("", f"{own.cycles:,.0f} cycles at an assumed {own.clock_ghz:.3f} GHz; a K/V step takes {own.step:,.0f}"),
+            ("bounded by", f"{_SIMULATED[own.unit]}; {100 * own.waiting:.0f} % of a step is lost to dependencies"),
+            ("busy in a step", shares),
+        ]
+    )
+
+
+_GLYPHS = {"ENDED": (" ", ""), "ISSUE": ("█", "green"), "STALL": ("▒", "green"), "MBARRIER": ("·", "yellow"),
+           "NAMED_BARRIER": ("-", "red"), "MMA": ("=", "blue")}  # fmt: skip
+_LEGEND = "█ issues  ▒ stalls  · waits at a mbarrier  - at a named barrier  = for its MMAs; units: ▁ to █ of their rate"
+
+
+def timeline_view(lanes: Timeline, width: int) -> Group:
+    """A character for some cycles of each lane: a warp's commonest state, where a quarter of issues counts as issuing;
+    a unit's mean share."""
+    import numpy as np
+
+    names = [lane.name for lane in (*lanes.warps, *lanes.units)]
+    columns = min(max(width - max(map(len, names)) - 3, 20), lanes.last - lanes.first)
+    rows: list[tuple[str, Text]] = []
+    for lane in lanes.warps:
+        text = Text()
+        for part in np.array_split(lane.states, columns):
+            counts = np.bincount(part, minlength=len(_GLYPHS))
+            state = 1 if counts[1] >= 0.25 * len(part) else int(counts.argmax())
+            glyph, style = list(_GLYPHS.values())[state]
+            text.append(glyph, style)
+        rows.append((lane.name, text))
+    for unit in lanes.units:
+        shares = (float(part.mean()) for part in np.array_split(unit.busy, columns))
+        rows.append((unit.name, Text("".join(" ▁▂▃▄▅▆▇█"[round(8 * share)] for share in shares), "cyan")))
+    head = f"predicted: cycles {lanes.first:,} to {lanes.last:,} of a simulated CTA; {lanes.steps} steps take "
+    head += f"{lanes.cycles:,}; a character is {(lanes.last - lanes.first) / columns:.0f} cycles"
+    return Group(Text(head), facts(rows), Text(_LEGEND, "dim"))
 
 
 def tflops(problem: AttentionProblem, microseconds: float) -> str:

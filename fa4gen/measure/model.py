@@ -15,7 +15,7 @@ from fa4gen.variant import Variant
 
 if TYPE_CHECKING:
     from fa4gen.artifact_cache import Artifact
-    from fa4gen.timing.model import TracedVariant
+    from fa4gen.timing.model import Prediction, TracedVariant
 
 __all__ = ["BoundMeasurer", "ModelMeasurer"]
 
@@ -63,7 +63,7 @@ class ModelMeasurer(Measurer):
 
         chip = CHIPS[device.arch.name]
         self._device = device
-        self._constants = chip.constants
+        self.constants = chip.constants
         self._traced: dict[str, TracedVariant] = {}
         self.name = f"timing model {VERSION}, constants {chip.constants.digest}"
         self.name += "" if chip.calibrated else " (chip uncalibrated)"
@@ -79,18 +79,38 @@ class ModelMeasurer(Measurer):
     ) -> Measurement | Failure:
         """An ensemble of at least ``samples`` and seven predictions; a failure where the emulator or the path search
         stops."""
-        from fa4gen.timing.model import MEMBERS, ensemble, trace_variant
-
         assert artifact is not None, "needs_artifact"
-        if problem.op != "fwd":
-            return Failure(FailureKind.INFEASIBLE, "the timing model knows forward kernels only")
         try:
-            if variant.digest not in self._traced:
-                self._traced[variant.digest] = trace_variant(artifact, problem, variant.config)
-            members = max(samples, MEMBERS)
-            predictions = ensemble(self._traced[variant.digest], problem, self._device, self._constants, members)
+            predictions = self.predict(problem, variant, artifact, samples)
         except Fa4genError as error:
             return Failure(FailureKind.INFEASIBLE, f"no prediction: {error}")
         times = tuple(prediction.microseconds for prediction in predictions)
         clock = 1000 * float(np.median([prediction.clock_ghz for prediction in predictions]))
         return Measurement(times, Source.PREDICTED, clock_mhz=round(clock))
+
+    def predict(
+        self, problem: AttentionProblem, variant: Variant, artifact: Artifact, members: int = 0
+    ) -> list[Prediction]:
+        """An ensemble of at least ``members`` and seven; the first is the model's own.
+
+        Raises:
+            Fa4genError: see :meth:`traced`, or the simulated kernel deadlocks.
+        """
+        from fa4gen.timing.model import MEMBERS, ensemble
+
+        traced = self.traced(problem, variant, artifact)
+        return ensemble(traced, problem, self._device, self.constants, max(members, MEMBERS))
+
+    def traced(self, problem: AttentionProblem, variant: Variant, artifact: Artifact) -> TracedVariant:
+        """What the simulator needs of a variant; made once.
+
+        Raises:
+            Fa4genError: a backward kernel, or the emulator or the path search stops.
+        """
+        from fa4gen.timing.model import trace_variant
+
+        if problem.op != "fwd":
+            raise UsageError(f"the timing model knows no {problem.op} kernels")
+        if variant.digest not in self._traced:
+            self._traced[variant.digest] = trace_variant(artifact, problem, variant.config)
+        return self._traced[variant.digest]

@@ -23,7 +23,7 @@ from fa4gen.timing.path import Step
 from fa4gen.timing.sass_decode import NO_BARRIER, SassKernel
 from fa4gen.timing.trace import Trace
 
-__all__ = ["Record", "SmProgram", "SmResult", "Stuck", "prepare", "simulate"]
+__all__ = ["Record", "SmProgram", "SmResult", "Stuck", "kinds_of", "prepare", "simulate"]
 
 _KINDS = (
     "", "wait", "arrive", "load", "store", "commit", "bar_sync", "bar_arrive", "mma", "mma_wait", "umma", "umma_commit",
@@ -111,6 +111,11 @@ def prepare(kernel: SassKernel, trace: Trace, paths: Sequence[Sequence[Step]], c
     return SmProgram(kernel, np.array(index, np.int32), np.array(token, np.int32), table, first, arrivals)
 
 
+def kinds_of(program: SmProgram) -> np.ndarray:
+    """The kind of token that the instruction at each place emits, "" for none."""
+    return np.array(_KINDS)[program.tokens[program.token, _KIND]]  # -1 is the last, empty, row
+
+
 @lru_cache(maxsize=256)
 def _tables(
     arch: Arch, kernel: SassKernel, mufu_latency: float, shuffle_latency: float, tmem_latency: float
@@ -141,8 +146,8 @@ def simulate(arch: Arch, constants: Constants, program: SmProgram, recorded: lis
         c.umma_start, c.umma_commit, c.next_tile_latency, float(arch.mma_flops), float(arch.smem_bytes_per_clock),
     )  # fmt: skip
     static, latency = _tables(arch, p.kernel, c.mufu_latency, c.shuffle_latency, c.tmem_latency)
-    kinds = np.append(p.tokens[:, _KIND], 0)[p.token]  # of the last, empty, row where there is no token
-    mmas, loads = (int(np.isin(kinds, some).sum()) for some in ((_MMA, _UMMA), (_LOAD,)))
+    kinds = np.bincount(p.tokens[p.token, _KIND], minlength=len(_KINDS))
+    mmas, loads = int(kinds[_MMA] + kinds[_UMMA]), int(kinds[_LOAD])
     record = _Record(np.zeros(len(p.index), np.int64), np.zeros((mmas, 2)), np.zeros((loads, 2)), np.zeros(2, np.int64))
     sm = _state(p)
     cycles = _run(static, latency, _Code(p.index, p.token, p.tokens, p.first), chip, sm, record)
