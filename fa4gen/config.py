@@ -193,17 +193,22 @@ class FlashBwdSm90Config:
     """Knobs of ``flash_bwd_sm90``: a CTA holds ``tile_n`` keys and walks over the queries that see them.
 
     Attributes:
+        warpgroup_split: what an MMA warpgroup of the two owns. "keys": 64 keys, so P goes from registers to dV.
+            "columns": half the queries of S, half the columns of dK and dV, for head dims whose dK and dV would not
+            fit a warpgroup's registers; P and dS are exchanged through shared memory.
         tile_m: queries a step. More re-read K and V from shared memory less often, against registers: Sᵀ and dPᵀ take
             tile_m / 2 a thread each, beside dK and dV.
-        tile_n: keys a CTA; each MMA warpgroup owns 64. More read Q and dO, and reduce dQ, less often.
+        tile_n: keys a CTA: 128, or 64 with "columns". More read Q and dO, and reduce dQ, less often.
         q_stages: depth of the ring of Q and LSE. Latency hiding against shared memory.
         do_stages: the same of dO and Δ.
-        ds_stages: slots of dS. With two, a warpgroup may write its part while another still reads the last one.
+        ds_stages: slots of dS, and of P where that is in shared memory. With two, a warpgroup may write its part while another still reads the last one.
         ds_from_rounded_p: dS takes P as rounded for dV, not in fp32: tile_m / 2 registers against a conversion and an
             error of dS that grows by half of what its own rounding is.
         mma_dk_is_rs: dS goes to the dK WGMMA from registers; else from shared memory, where dQ needs it anyway, which
             frees tile_m / 4 registers and costs shared-memory bandwidth.
         dq_swap_ab: dQᵀ = Kᵀ dSᵀ in place of dQ = dS K, which a tile_m that is no multiple of 64 needs.
+        dq_store: how dQ is added to its sum: "bulk" stages it in shared memory for a bulk reduction; "registers" issues
+            vector reductions, no shared memory but 4 instructions for 16 registers.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
         exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
         tile_order: "linear" walks key blocks, heads, batches; "longest_first" takes the key blocks that most queries
@@ -211,6 +216,7 @@ class FlashBwdSm90Config:
         producer_regs: registers a thread of the warpgroup that loads and reduces; the MMA warpgroups get the rest.
     """
 
+    warpgroup_split: str = "keys"
     tile_m: int = 64
     tile_n: int = 128
     q_stages: int = 2
@@ -219,6 +225,7 @@ class FlashBwdSm90Config:
     ds_from_rounded_p: bool = False
     mma_dk_is_rs: bool = False
     dq_swap_ab: bool = False
+    dq_store: str = "bulk"
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
     tile_order: str = "linear"
@@ -229,7 +236,9 @@ class FlashBwdSm90Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is."""
         if max(problem.head_dim, problem.head_dim_v) <= 64:
             return cls(tile_m=128, ds_from_rounded_p=True)
-        return cls(tile_m=64)
+        if max(problem.head_dim, problem.head_dim_v) <= 128:
+            return cls(tile_m=64)
+        return cls(warpgroup_split="columns", tile_n=64, ds_stages=1, dq_store="registers")
 
 
 @dataclass(frozen=True)

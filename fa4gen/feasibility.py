@@ -96,7 +96,7 @@ def mma_registers(config: FlashFwdSm90Config | FlashBwdSm90Config, arch: Arch) -
 
     Roles' registers x warpgroups must stay within launch registers x warpgroups: a kernel that asks for more hangs.
     """
-    warpgroups = (config.tile_n if isinstance(config, FlashBwdSm90Config) else config.tile_m) // 64
+    warpgroups = 2 if isinstance(config, FlashBwdSm90Config) else config.tile_m // 64
     ctas = getattr(config, "ctas_per_sm", 1)
     budget = launch_registers(128 * (warpgroups + 1) * ctas, arch) * (warpgroups + 1)
     return min((budget - config.producer_regs) // warpgroups // 8 * 8, MAX_SETMAXNREG)
@@ -409,17 +409,18 @@ BWD_WORKING_REGISTERS = 28
 
 
 def _smem_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config) -> Iterator[int]:
-    """Barriers, LSE and Δ; K; V; the rings of Q and dO; slots of dS; dQ in fp32."""
+    """Barriers, LSE and Δ; K; V; the rings of Q and dO; slots of dS, and of P if exchanged; dQ in fp32 if staged."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded_bwd(static.head_dim), padded_bwd(static.head_dim_v)
     stages = config.q_stages + config.do_stages
-    yield (2 + 2 * stages + 2 * config.ds_stages) * 8 + 120 + stages * config.tile_m * 4
+    exchanged = 2 if config.warpgroup_split == "columns" else 1
+    yield (2 + 2 * stages + 2 * exchanged * config.ds_stages) * 8 + 120 + stages * config.tile_m * 4
     yield config.tile_n * head_dim * size
     yield config.tile_n * head_dim_v * size
     yield config.q_stages * config.tile_m * head_dim * size
     yield config.do_stages * config.tile_m * head_dim_v * size
-    yield config.ds_stages * config.tile_m * config.tile_n * size
-    yield config.tile_m * head_dim * 4
+    yield exchanged * config.ds_stages * config.tile_m * config.tile_n * size
+    yield config.tile_m * head_dim * 4 if config.dq_store == "bulk" else 0
 
 
 def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int:
@@ -428,21 +429,28 @@ def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int
     P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are in
     flight, while dK still reads dS in registers.
     """
-    scores, operand = config.tile_m // 2, config.tile_m // 4
-    dq = config.tile_m * padded_bwd(static.head_dim) // (2 * config.tile_n)
+    halves = 2 if config.warpgroup_split == "columns" else 1
+    scores, operand = config.tile_m // 2 // halves, config.tile_m // 4 // halves
+    dq = config.tile_m * padded_bwd(static.head_dim) // 256
     softmax = 2 * scores + (0 if config.ds_from_rounded_p else operand)
     in_flight = dq + scores + (2 * operand if config.mma_dk_is_rs else 0)  # measured: ptxas keeps dS twice
-    accumulators = (padded_bwd(static.head_dim) + padded_bwd(static.head_dim_v)) // 2
+    accumulators = (padded_bwd(static.head_dim) + padded_bwd(static.head_dim_v)) // 2 // halves
     return accumulators + max(softmax, in_flight) + BWD_WORKING_REGISTERS
 
 
 def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch: Arch) -> Iterator[Rejection]:
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
-        if value % 8 or not 8 <= value <= 128:
-            yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 128, got {value}", {name: value})
-    if config.tile_n != 128:
-        yield Rejection("tile_n", f"tile_n must be 128 (64 a warpgroup), got {config.tile_n}")
+        if value % 8 or not 8 <= value <= 256:
+            yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
+    for name, choices in (("warpgroup_split", ("keys", "columns")), ("dq_store", ("bulk", "registers"))):
+        if getattr(config, name) not in choices:
+            yield Rejection(name, f"{name} must be {' or '.join(choices)}, got {getattr(config, name)!r}")
+    by_columns = config.warpgroup_split == "columns"
+    if config.tile_n != (64 if by_columns else 128):
+        yield Rejection("tile_n", f"tile_n must be 128, or 64 if warpgroups split columns, got {config.tile_n}")
+    if by_columns and (config.mma_dk_is_rs or config.dq_swap_ab):
+        yield Rejection("warpgroup_split", "warpgroups that split columns exchange dS: no mma_dk_is_rs, no dq_swap_ab")
     swappable = config.tile_m % 16 == 0 and 16 <= config.tile_m <= 256 and padded_bwd(problem.head_dim) == 128
     if not (swappable if config.dq_swap_ab else config.tile_m in (64, 128)):
         yield Rejection(

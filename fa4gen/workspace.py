@@ -13,9 +13,9 @@ def workspace_elements(problem: AttentionProblem, config: Config) -> int:
     """Length of the 1-D fp32 workspace that a backward kernel takes, uninitialised and 128-byte aligned.
 
     For every (batch, query head, block of ``tile_m`` queries): the fp32 accumulator of dQ, head dim padded; LSE in log2
-    units and Δ; and, if deterministic, a semaphore for each 64 keys of ``tile_n`` at most. One ticket counter ends it.
+    units and Δ; and, if deterministic, a semaphore for each of two warpgroups, with a ticket counter behind all.
     """
     blocks = problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
-    semaphores = config.tile_n // 64 if problem.deterministic else 0
+    semaphores = 2 if problem.deterministic else 0
     each = config.tile_m * (padded_bwd(problem.head_dim) + 2) + semaphores
     return blocks * each + (1 if problem.deterministic else 0)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from fa4gen.blocks.exp2 import exp2_mufu, exp2_polynomial
-from fa4gen.blocks.ptx import convert_packed
+from fa4gen.blocks.ptx import convert_packed, reduce_add_vector
 
 
 @cute.jit
@@ -70,7 +70,9 @@ def score_gradient(dp: cute.Tensor, p: cute.Tensor, delta: cute.Tensor):
 
 
 @cute.jit
-def store_registers(rounded: cute.Tensor, mma: cute.TiledMma, target: cute.Tensor, thread: Int32, transpose: cutlass.Constexpr[bool]):
+def store_registers(
+    rounded: cute.Tensor, mma: cute.TiledMma, target: cute.Tensor, thread: Int32, transpose: cutlass.Constexpr[bool]
+):
     """Writes one warpgroup's 16-bit (64, n) registers, in accumulator order, to ``target`` in shared memory.
 
     ``transpose``: ``target`` is (64, n) with mode 0 contiguous. On return each thread's part is visible to the async
@@ -83,7 +85,14 @@ def store_registers(rounded: cute.Tensor, mma: cute.TiledMma, target: cute.Tenso
 
 
 @cute.jit
-def store_scaled(acc: cute.Tensor, scale: Float32, mma: cute.TiledMma, target: cute.Tensor, thread: Int32, transpose: cutlass.Constexpr[bool]):
+def store_scaled(
+    acc: cute.Tensor,
+    scale: Float32,
+    mma: cute.TiledMma,
+    target: cute.Tensor,
+    thread: Int32,
+    transpose: cutlass.Constexpr[bool],
+):
     """Rounds one warpgroup's accumulator times ``scale`` and writes it like :func:`store_registers`."""
     for i in cutlass.range(cute.size(acc), unroll_full=True):
         acc[i] = acc[i] * scale
@@ -120,6 +129,14 @@ def store_vectors(acc: cute.Tensor, target: cute.Tensor, thread: Int32):
     registers = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
     for i in cutlass.range_constexpr(cute.size(acc) // 4):
         cute.autovec_copy(registers[None, i], vectors[None, i])
+
+
+@cute.jit
+def reduce_vectors(acc: cute.Tensor, target: cute.Pointer, thread: Int32):
+    """Adds one warpgroup's accumulator to fp32 in global memory, in the order of :func:`store_vectors`."""
+    vectors = _vectors(target, cute.size(acc) * 128, thread)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        reduce_add_vector(vectors[None, i].iterator, *(acc[4 * i + j] for j in range(4)))
 
 
 @cute.jit

@@ -123,6 +123,15 @@ def bulk_reduce_add(target: cute.Pointer, source: cute.Pointer, size: int, *, lo
 
 
 @dsl_user_op
+def reduce_add_vector(target: cute.Pointer, a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None):
+    """Adds four numbers to fp32 in global memory, 16-byte aligned. sm_90 and later."""
+    operands = [target.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c, d)]
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(None, operands, text, "l,f,f,f,f", loc, ip, volatile=True)
+
+
+@dsl_user_op
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None):
     """Copies ``size`` contiguous bytes from global to shared memory, asynchronously; they count at the mbarrier.
 

@@ -26,6 +26,8 @@ PROBLEMS = [
         "h=2 s=256 d=96 causal deterministic",
         "h=8 hk=1 s=256 d=128",
         "h=2 s=256 d=128 causal dtype=fp16",
+        "h=2 s=256 d=192 dv=128 causal",
+        "h=2 s=256 d=256 deterministic",
     )
 ]
 SAMPLES_PER_PROBLEM = 2
@@ -71,6 +73,7 @@ def test_accepted_configs_compile_clean(artifacts, problem, config):
     d, dv, m = padded_bwd(problem.head_dim) // 16, padded_bwd(problem.head_dim_v) // 16, config.tile_m // 16
     # S, dP, dV and dK of the first step and of the loop; dQ of the loop and of the last step. K steps of 16.
     assert mix["HGMMA"] == 2 * (d + dv + 2 * m + config.tile_n // 16)
-    assert mix["UBLKRED"] >= 1
+    vectors = config.tile_m * padded_bwd(problem.head_dim) // 256 // 4
+    assert (mix["UBLKRED"], mix["RED.E"]) == ((1, 0) if config.dq_store == "bulk" else (0, 2 * vectors))
     assert mix["UTMASTG"] >= 3
     assert callable(load_kernel(artifact))

@@ -11,6 +11,7 @@ from fa4gen.gradients import make_gradient_inputs
 from fa4gen.problem import AttentionProblem
 
 SWAPPED = Config(tile_m=80, ds_from_rounded_p=True, dq_swap_ab=True, ds_stages=1)
+COLUMNS = {"warpgroup_split": "columns", "tile_n": 64, "ds_stages": 1, "dq_store": "registers"}
 CASES = {
     "d128_causal": ("b=1 h=2 s=200 d=128 causal", Config()),
     "swapped_dq": ("b=1 h=1 sq=190 sk=270 d=128", SWAPPED),
@@ -22,6 +23,8 @@ CASES = {
     "fp16_d8": ("b=1 h=2 sq=77 sk=200 d=8 causal dtype=fp16", Config()),
     "d16_wide": ("b=1 h=1 sq=140 sk=100 d=16", Config(tile_m=128, ds_from_rounded_p=True)),
     "d40_dv80": ("b=1 h=1 sq=70 sk=190 d=40 dv=80", Config(ds_stages=1)),
+    "d256": ("b=1 h=1 sq=130 sk=100 d=256 causal", Config(**COLUMNS)),
+    "d192_dv128": ("b=1 h=2 hk=1 sq=100 sk=70 d=192 dv=128", Config(tile_m=128, do_stages=1, **COLUMNS)),
     "one_query": ("b=3 h=1 sq=1 sk=1 d=128", Config()),
 }
 
@@ -48,8 +51,12 @@ def test_other_inputs(build, kind):
 
 @pytest.mark.parametrize(
     ("text", "config"),
-    [("b=1 h=2 hk=1 s=280 d=64 causal", Config(mma_dk_is_rs=True)), ("b=1 h=1 sq=130 sk=400 d=64", Config())],
-    ids=["causal", "full"],
+    [
+        ("b=1 h=2 hk=1 s=280 d=64 causal", Config(mma_dk_is_rs=True)),
+        ("b=1 h=1 sq=130 sk=400 d=64", Config()),
+        ("b=1 h=1 s=260 d=32 causal", Config(**COLUMNS)),
+    ],
+    ids=["causal", "full", "from_registers"],
 )
 def test_deterministic_in_ten_random_schedules(build, text, config):
     """Bit for bit, and dQ in the right order is no accident: without the semaphores the order would be the schedule's."""
