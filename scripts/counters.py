@@ -1,6 +1,6 @@
 """Records hardware counters of six kernels with Nsight Compute, for the timing model to be compared with. On an H200::
 
-    python scripts/counters.py --out tests/data/counters_h200.json
+    python scripts/counters.py record --out tests/data/counters_h200.json
 
 Compiles, then starts itself under ``ncu --clock-control none``, where each kernel runs once unprofiled and once
 profiled (in many passes). The file holds, a kernel: problem, config, instruction counts, busy cycles and utilisation of
