@@ -20,6 +20,7 @@ from fa4gen.arch import DEVICES, Device, get_arch, get_device
 from fa4gen.bound import bound
 from fa4gen.config import Config, config_from_dict, config_to_dict, get_family
 from fa4gen.console import (
+    bench_summary,
     bench_table,
     bound_table,
     changes_text,
@@ -487,6 +488,7 @@ def bench(
     if not parsed and not host:
         raise UsageError("nothing to bench: give problems, --preset or --host")
     device = current_device(gpu)
+    _compile_ahead(parsed, gpu)
     results = []
     refused = False
     for problem in parsed:
@@ -499,8 +501,11 @@ def bench(
             err.print(f"[bold red]cannot run[/] {problem}: {escape(str(error))}", soft_wrap=True)
             refused = True
             continue
-        results.append(result.to_dict())
+        results.append(result)
         out.print(bench_table(result))
+    if len(results) > 1:
+        out.print(bench_summary(results))
+    written = [result.to_dict() for result in results]
     if host:
         cost = host_cost(device_index=gpu)
         low, high = cost.ratio_interval
@@ -508,11 +513,22 @@ def bench(
             f"host cost of a call ({cost.problem}): {us(cost.ours_us)}, torch SDPA {us(cost.torch_us)}, "
             f"ratio {cost.ratio:.2f} [{low:.2f}, {high:.2f}]"
         )
-        results.append(asdict(cost))
+        written.append(asdict(cost))
     if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if refused:
         raise typer.Exit(1)
+
+
+def _compile_ahead(problems: list[AttentionProblem], gpu: int) -> None:
+    """Compiles what dispatch will run, on all cores; a failure is the later call's to report."""
+    from fa4gen.compile import CompilePool
+    from fa4gen.dispatch import dispatcher
+
+    variants = dict.fromkeys(dispatcher(gpu).variant(problem) for problem in problems)
+    with CompilePool() as pool, contextlib.suppress(CompileError):
+        for future in [pool.submit(variant) for variant in variants]:
+            future.result()
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

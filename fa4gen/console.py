@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from fa4gen.tuned_table import Row
 
 __all__ = [
+    "bench_summary",
     "bench_table",
     "bound_table",
     "config_text",
@@ -238,6 +241,29 @@ def bench_table(result: BenchResult) -> Group:
         )
     columns = ("kernel", "median>", "95 % interval", "TFLOP/s>", "time over ours>", "95 % interval", "")
     head = Text(f"{result.problem} on {result.device}; ours by {result.reason}", style="bold")
+    return Group(head, grid(*columns, rows=rows), "")
+
+
+def bench_summary(results: Sequence[BenchResult]) -> Group:
+    """A line a problem, ours beside its best peer, and the geometric mean of all that have one."""
+    rows, speedups = [], []
+    for result in results:
+        ours, peer = result.entries[0], result.best_peer
+        clock = f"{ours.clock_mhz:.0f} MHz" if ours.clock_mhz else ""
+        power = f"{ours.power_w:.0f} W" if ours.power_w else ""
+        rate = f"{ours.tflops:.0f}" if ours.tflops else "-"
+        if peer is None or peer.speedup is None or peer.speedup_interval is None:
+            rows.append((result.problem, rate, "-", "", "", clock, power))
+            continue
+        speedups.append(peer.speedup)
+        between = "[{:.3f}, {:.3f}]".format(*peer.speedup_interval)
+        rows.append(
+            (result.problem, rate, f"{peer.title} {peer.tflops:.0f}", f"{peer.speedup:.3f}", between, clock, power)
+        )
+    columns = ("problem", "TFLOP/s>", "best peer", "its time over ours>", "95 % interval", "clock>", "power>")
+    mean = statistics.geometric_mean(speedups) if speedups else math.nan
+    lowest = min(speedups, default=math.nan)
+    head = Text(f"ours beside the best peer of each: geometric mean {mean:.3f}, lowest {lowest:.3f}", style="bold")
     return Group(head, grid(*columns, rows=rows), "")
 
 

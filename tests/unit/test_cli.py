@@ -302,6 +302,13 @@ def test_bench_table_marks_who_did_not_run_or_is_wrong() -> None:
     assert [line.split()[0] for line in lines[2:6]] == ["other", "fa4gen", "flash", "FlashAttention-3"]
     assert "O is wrong" in lines[2] and "1.800" in lines[4] and "[1.790, 1.810]" in lines[4]
     assert "not installed" in lines[5]
+    right = replace(wrong, note="", tflops=720.0, clock_mhz=1500.0)
+    results = [BenchResult(PROBLEM, "NVIDIA H200", "row", (ours, peer, wrong)) for peer in (slow, right)]
+    with console.out.capture() as captured:
+        console.out.print(console.bench_summary(results))
+    head, *lines = captured.get().splitlines()
+    assert "geometric mean 1.273, lowest 0.900" in head  # the root of 1.8 x 0.9; a wrong peer does not count
+    assert "flash" in lines[1] and "other 720" in lines[2]
 
 
 def test_bench_refuses_bad_input_before_it_starts() -> None:
@@ -441,6 +448,7 @@ def test_bench_goes_on_after_a_problem_that_nothing_can_run(monkeypatch: pytest.
     monkeypatch.setattr("fa4gen.bench.bench", bench)
     monkeypatch.setattr("fa4gen.measure.cuda.current_device", lambda index: H200)
     monkeypatch.setattr("fa4gen.cli.bench_table", lambda result: result.problem)
+    monkeypatch.setattr("fa4gen.cli._compile_ahead", lambda problems, gpu: None)
     shapes, out = ("h=2 s=64 d=192", "h=2 s=64 d=64"), tmp_path / "bench.json"
     result = run("bench", *shapes, "--op", "bwd", "--peers", "none", "--set", "tile_n=64", "--json", out)
     assert result.exit_code == 1 and "cannot run b=1 h=2 s=64 d=192 op=bwd: no config" in result.stderr
