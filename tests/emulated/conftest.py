@@ -17,7 +17,7 @@ Build = Callable[..., tuple[Artifact, AttentionProblem]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sampled", type=int, default=12, help="variants that test_sampled and test_hardware run, of 50")
+    parser.addoption("--whole-sample", action="store_true", help="test_sampled and test_hardware run all, not a few")
 
 
 @pytest.fixture(scope="session")

@@ -1,38 +1,74 @@
-"""A random sample of forward variants on small problems: every head dim, every choice of every knob.
+"""Random samples of variants on small problems: of each family every head dim and every choice of every knob.
 
-It depends on the count and the seed alone.
+They depend on the family's domain, the count and the seed alone; a smaller sample is the beginning of a larger one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
 import torch
 
-from fa4gen.accuracy import TORCH_DTYPES
-from fa4gen.arch import get_arch
-from fa4gen.config import Config, config_to_dict, get_family
+from fa4gen.accuracy import KINDS, TORCH_DTYPES
+from fa4gen.arch import Arch, get_arch
+from fa4gen.config import FAMILIES, Config, config_to_dict
 from fa4gen.feasibility import can_implement
 from fa4gen.problem import AttentionProblem
 from fa4gen.search_space import SearchSpace
 from fa4gen.variant import Variant
 
-__all__ = ["NUM_SMS", "Case", "make_inputs", "sample"]
+__all__ = ["DOMAINS", "NUM_SMS", "SM90", "SM100", "Case", "Domain", "make_inputs", "sample"]
 
-ARCH = "sm_90a"
-HEAD_DIMS = (
-    *((d, d) for d in (128, 64, 96, 256, 80, 192, 8, 40, 112, 16, 136, 24, 160, 72)),
-    *((192, 128), (64, 128), (128, 64), (72, 40)),
-)
-SEQLENS_Q = (1, 7, 64, 65, 127, 129, 200, 257, 300)
-SEQLENS_K = (1, 64, 65, 129, 200, 256, 257, 300, 385)
-KINDS = ("normal", "peaked", "large_v")
-MAX_SCORES = 300_000  # of all heads: about a second in the emulator
-DRAWS = 24
 # A persistent kernel walks several tiles a CTA.
 NUM_SMS = 3
+DRAWS = 24
+UP_TO_128 = (128, 64, 96, 8, 80, 40, 112, 16, 72, 120, 24, 56, 104, 32, 88, 48)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is sampled of a family. ``few`` and ``whole``: sizes of the sample that CI runs and of one that meets all.
+
+    ``scores``: the most of all heads of a problem, about a second in the emulator. ``kinds`` of inputs, which numpy
+    makes for the first three (:func:`make_inputs`).
+    """
+
+    family: str
+    head_dims: tuple[tuple[int, int], ...]
+    seqlens_q: tuple[int, ...] = (1, 7, 64, 65, 129, 257, 300, 600)
+    seqlens_k: tuple[int, ...] = (1, 64, 65, 129, 200, 257, 385, 500)
+    ratios: tuple[int, ...] = (1, 1, 2, 8)
+    kinds: tuple[str, ...] = KINDS
+    scores: int = 800_000
+    few: int = 12
+    whole: int = 80
+
+
+SM90 = Domain(
+    "flash_fwd_sm90",
+    (
+        *((d, d) for d in (128, 64, 96, 256, 80, 192, 8, 40, 112, 16, 136, 24, 160, 72)),
+        *((192, 128), (64, 128), (128, 64), (72, 40)),
+    ),
+    seqlens_q=(1, 7, 64, 65, 127, 129, 200, 257, 300),
+    seqlens_k=(1, 64, 65, 129, 200, 256, 257, 300, 385),
+    ratios=(1, 1, 2, 4),
+    kinds=("normal", "peaked", "large_v"),
+    scores=300_000,
+    whole=50,
+)
+SM100 = Domain(
+    "flash_fwd_sm100",
+    (
+        *((128, 128), (64, 64), (192, 128), (256, 256)),
+        *((d, d) for d in UP_TO_128[2:]),
+        *((64, 128), (128, 64), (72, 40), (192, 192), (136, 136)),
+    ),
+)
+DOMAINS = (SM90, SM100)
 
 
 @dataclass(frozen=True)
@@ -48,32 +84,37 @@ class Case:
         return f"{self.kind}-{self.variant.name}-{str(self.problem).replace(' ', '_')}"
 
 
-def sample(count: int, seed: int = 0) -> list[Case]:
-    """Head dims in turn; the config, of some drawn at random, that brings most choices not yet seen."""
+@cache
+def sample(count: int, seed: int = 0, domain: Domain = SM90) -> tuple[Case, ...]:
+    """Head dims and architectures in turn; of some configs drawn at random the one with most choices not yet seen."""
     rng = np.random.default_rng(seed)
-    space = SearchSpace.load(get_family("fwd", ARCH))
+    family = FAMILIES[domain.family]
+    space = SearchSpace.load(family)
     seen: set[tuple[str, object]] = set()
     cases = []
     for i in range(count):
-        problem = _problem(rng, *HEAD_DIMS[i % len(HEAD_DIMS)])
-        configs = [_config(rng, space, problem) for _ in range(DRAWS)]
+        arch = get_arch(family.archs[i % len(family.archs)])
+        problem = _problem(rng, domain, *domain.head_dims[i % len(domain.head_dims)])
+        configs = [_config(rng, space, problem, arch) for _ in range(DRAWS)]
         config = max(configs, key=lambda c: len(set(config_to_dict(c).items()) - seen))
         seen.update(config_to_dict(config).items())
-        cases.append(Case(problem, Variant.of(ARCH, problem, config), KINDS[i % len(KINDS)], seed + i))
-    return cases
+        variant = Variant.of(arch.name, problem, config)
+        cases.append(Case(problem, variant, domain.kinds[i % len(domain.kinds)], seed + i))
+    return tuple(cases)
 
 
-def _config(rng: np.random.Generator, space: SearchSpace, problem: AttentionProblem) -> Config:
-    while can_implement(problem, config := space.sample(rng, problem), get_arch(ARCH)) is not None:
+def _config(rng: np.random.Generator, space: SearchSpace, problem: AttentionProblem, arch: Arch) -> Config:
+    while can_implement(problem, config := space.sample(rng, problem), arch) is not None:
         pass
     return config
 
 
-def _problem(rng: np.random.Generator, head_dim: int, head_dim_v: int) -> AttentionProblem:
-    lengths = [(q, k) for q, k in product(SEQLENS_Q, SEQLENS_K) if q * k <= MAX_SCORES // 4]
+def _problem(rng: np.random.Generator, domain: Domain, head_dim: int, head_dim_v: int) -> AttentionProblem:
+    most = domain.scores // max(domain.ratios)
+    lengths = [(q, k) for q, k in product(domain.seqlens_q, domain.seqlens_k) if q * k <= most]
     seqlen_q, seqlen_k = lengths[rng.integers(len(lengths))]
-    ratio = (1, 1, 2, 4)[rng.integers(4)]
-    fit = min(MAX_SCORES // (seqlen_q * seqlen_k * ratio), 4)
+    ratio = domain.ratios[rng.integers(len(domain.ratios))]
+    fit = min(domain.scores // (seqlen_q * seqlen_k * ratio), 4)
     heads_kv = int(rng.integers(1, min(fit, 2) + 1))
     return AttentionProblem(
         batch=int(rng.integers(1, min(fit // heads_kv, 2) + 1)),

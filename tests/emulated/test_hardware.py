@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hardware import RECORDED, Record, difference, inputs_digest, load, lse_limit, record, save, take_rows
-from sampling import NUM_SMS, make_inputs, sample
+from sampling import NUM_SMS, SM90, make_inputs, sample
 
 from fa4gen import emulator
 
@@ -29,7 +29,7 @@ def emulate(artifact, problem, inputs, schedule="eager"):
 
 def pytest_generate_tests(metafunc):
     if "index" in metafunc.fixturenames:
-        metafunc.parametrize("index", range(metafunc.config.getoption("--sampled", default=12)))
+        metafunc.parametrize("index", range(SM90.whole if metafunc.config.getoption("--whole-sample") else SM90.few))
 
 
 @needs_recording
