@@ -127,36 +127,39 @@ def _operands(arch: Arch, m: int, n: int, k: int, ctas: int = 1, *, a_in_smem: b
 
 def backward_tile_cycles(
     arch: Arch, tile_m: int, tile_n: int, head_dim: int, head_dim_v: int | None = None, fraction: float = 0.0,
-    degree: int = 3,
+    degree: int = 3, ctas: int = 1,
 ) -> TileCycles:  # fmt: skip
-    """Cycles of one step of the backward pass: tile_m rows of Q against tile_n of K and V, on one CTA.
+    """Cycles of one step of the backward pass: tile_m rows of Q against tile_n of K and V of each of ``ctas`` CTAs.
 
     ``mma``: Sᵀ = KQᵀ, dPᵀ = VdOᵀ, dV += PᵀdO, dK += dSᵀQ, dQ = dS K. ``mufu``: P again from S, less the share
     ``fraction`` of a polynomial of ``degree``.
     ``fma``: an element of P and dS takes three f32 operations (scale and subtract LSE; dP - Δ; times P) and two halves
     of a conversion to 16 bit; the polynomial as in :func:`_softmax_slots`.
     ``smem``: what the MMAs read (Pᵀ and dSᵀ lie in TMEM, or in registers), dS written once more for dQ, and dQ in fp32
-    written and read by the reduction.
+    written and read by the reduction. A CTA of a pair reads half of B, and sums dQ of half of the rows over the keys of
+    both; half of its dS it sends, which is written, read, and written again in the other CTA.
     """
     m, n, d = tile_m, tile_n, padded(head_dim)
     dv = d if head_dim_v is None else padded(head_dim_v)
     packed = 0.5 if arch.tmem_columns else 1.0
-    elements = _operands(arch, n, m, d) + _operands(arch, n, m, dv) + _operands(arch, m, d, n)
-    elements += _operands(arch, n, d, m, a_in_smem=False) + _operands(arch, n, dv, m, a_in_smem=False)
+    elements = _operands(arch, n, m, d, ctas) + _operands(arch, n, m, dv, ctas) + _operands(arch, m, d, n)
+    elements += _operands(arch, n, d, m, ctas, a_in_smem=False) + _operands(arch, n, dv, m, ctas, a_in_smem=False)
+    ds = m * n * ctas
     return TileCycles(
         mma=2 * m * n * (3 * d + 2 * dv) / arch.mma_flops,
         mufu=m * n * (1 - fraction) / arch.mufu_ops,
         fma=m * n * (3 * packed + 1 + _exp2_slots(packed, fraction, degree)) / arch.fma_ops,
-        smem=((elements + m * n) * 2 + 2 * m * d * 4) / arch.smem_bytes_per_clock,
+        smem=((elements + ds) * 2 + 2 * m // ctas * d * 4) / arch.smem_bytes_per_clock,
     )
 
 
 def steps_per_key_tile(problem: AttentionProblem, config: Config) -> list[int]:
     """Steps of each key tile of one (batch, K/V head) in a backward: blocks of queries that see one of its keys, of
-    every query head of the group."""
+    every query head of the group. A CTA pair walks those of both its tiles."""
     blocks = math.ceil(problem.seqlen_q / config.tile_m)
+    ctas = getattr(config, "ctas", 1)
     steps = []
-    for start in range(0, problem.seqlen_k, config.tile_n):
+    for start in range(0, problem.seqlen_k, config.tile_n * ctas):
         first = max(0, start - (problem.seqlen_k - problem.seqlen_q)) if problem.causal else 0
         steps.append((blocks - first // config.tile_m) * problem.gqa_ratio)
     return steps
@@ -168,7 +171,8 @@ def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:
     With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major. A CTA pair walks the keys
     of both its M blocks.
     """
-    ctas = getattr(config, "ctas", 1)
+    ctas, q_tiles = getattr(config, "ctas", 1), getattr(config, "q_stages", 1)
+    q_rows = config.tile_m * ctas // q_tiles
     ratio = problem.gqa_ratio if config.pack_gqa else 1
     rows = problem.seqlen_q * ratio
     steps = []
@@ -190,7 +194,7 @@ def bound(problem: AttentionProblem, config: Config, device: Device) -> Bound:
     if problem.op == "bwd":
         tile = backward_tile_cycles(
             device.arch, config.tile_m, config.tile_n, problem.head_dim, problem.head_dim_v,
-            config.exp2_poly_fraction, config.exp2_poly_degree,
+            config.exp2_poly_fraction, config.exp2_poly_degree, getattr(config, "ctas", 1),
         )  # fmt: skip
         steps = steps_per_key_tile(problem, config)
         groups = problem.batch * problem.heads_kv

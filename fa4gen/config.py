@@ -274,8 +274,8 @@ class FlashBwdSm100Config:
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
     exp2_poly_start: float = 0.0
-    compute_regs: int = 152
-    reduce_regs: int = 104
+    compute_regs: int = 136
+    reduce_regs: int = 128
     tile_order: str = "linear"
 
     @property
@@ -295,10 +295,17 @@ class FlashBwdSm100Config:
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> FlashBwdSm100Config:
-        """The config a problem gets before anything was measured for it. Always feasible where any config is."""
+        """The config a problem gets before anything was measured for it. Always feasible where any config is.
+
+        Nothing here was measured. Beyond a head dim of 64 shared memory bounds one CTA and no longer a pair (see
+        :mod:`fa4gen.bound`), given keys for more than one CTA; under a causal mask a pair computes more of the diagonal.
+        """
         structure: dict[str, Any] = {"tile_order": "longest_first" if problem.causal else "linear"}
-        if max(problem.head_dim, problem.head_dim_v) <= 64:
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if widest <= 64:
             return cls(q_stages=3, do_stages=2, dq_own_columns=True, **structure)
+        if widest <= 128 and problem.seqlen_k > (1024 if problem.causal else 128):
+            return cls(use_2cta=True, q_stages=1, do_stages=1, dq_stages=1, **structure)
         return cls(**structure)
 
 

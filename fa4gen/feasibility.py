@@ -489,11 +489,12 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
 
 # Two compute warpgroups, a reduce warpgroup, and one of which two warps load and issue MMAs.
 BWD_THREADS = 512
-# Measured, like WORKING_REGISTERS: of a compute thread beside P, half a row of Sᵀ; of a reduce thread in all.
-COMPUTE_WORKING_REGISTERS = 72
-MIN_REDUCE_REGISTERS = 64
-# Of the load and MMA warps.
-MIN_ISSUE_REGISTERS = 64
+# Measured, like WORKING_REGISTERS: of a compute thread beside P, half a row of Sᵀ; of a reduce thread, and of one of
+# the load and MMA warps, by CTAs.
+COMPUTE_WORKING_REGISTERS = 64
+BWD_POLYNOMIAL_REGISTERS = 16
+MIN_REDUCE_REGISTERS = {1: 128, 2: 112}
+MIN_ISSUE_REGISTERS = {1: 88, 2: 112}
 
 
 def dq_chunk(static: StaticProblem, config: FlashBwdSm100Config) -> int:
@@ -508,9 +509,11 @@ def dq_stages_used(static: StaticProblem, config: FlashBwdSm100Config) -> int:
 
 
 def bwd_tmem_columns(static: StaticProblem, config: FlashBwdSm100Config) -> int:
-    """TMEM columns in use: Sᵀ, which P overwrites, dPᵀ, which dS overwrites, dV, dK, and dQ if it has its own."""
+    """TMEM columns in use: Sᵀ, which P overwrites, dPᵀ, which dS overwrites, dV, dK, and of dQ what has no place in
+    dPᵀ's or, with ``use_2cta``, in half of Sᵀ's."""
     d, dv = padded_v(static.head_dim, config), padded_v(static.head_dim_v, config)
-    return 2 * config.tile_m + dv + d + (d // config.ctas if config.dq_own_columns else 0)
+    shared = 0 if config.dq_own_columns else config.tile_m // config.ctas
+    return 2 * config.tile_m + dv + d + max(d // config.ctas - shared, 0)
 
 
 def bwd_other_registers(config: FlashBwdSm100Config, arch: Arch) -> int:
@@ -543,8 +546,8 @@ def _smem_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config) -> Itera
 
 def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
     d, dv = problem.head_dim, problem.head_dim_v
-    if d % 8 or dv % 8 or not 8 <= d <= 128 or not 8 <= dv <= 128:
-        yield Rejection("head_dim", f"head dims must be multiples of 8 from 8 to 128, got {d} and {dv}")
+    if d % 8 or dv % 8 or not 8 <= d <= 256 or not 8 <= dv <= 256:
+        yield Rejection("head_dim", f"head dims must be multiples of 8 from 8 to 256, got {d} and {dv}")
     for name, least, most in (("q_stages", 3 - config.ctas, 4), ("do_stages", 1, 4), ("dq_stages", 1, 4)):
         value = getattr(config, name)
         if not least <= value <= most:
@@ -574,9 +577,9 @@ def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arc
 
 
 def _bwd_register_split(config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
-    polynomial = POLYNOMIAL_REGISTERS.get(config.exp2_poly_degree, 0) if config.exp2_poly_fraction else 0
+    polynomial = BWD_POLYNOMIAL_REGISTERS if config.exp2_poly_fraction else 0
     compute = config.tile_m // 2 + COMPUTE_WORKING_REGISTERS + polynomial
-    for name, least in (("compute_regs", compute), ("reduce_regs", MIN_REDUCE_REGISTERS)):
+    for name, least in (("compute_regs", compute), ("reduce_regs", MIN_REDUCE_REGISTERS[config.ctas])):
         value = getattr(config, name)
         if value % 8 or not least <= value <= MAX_SETMAXNREG:
             yield Rejection(
@@ -584,12 +587,12 @@ def _bwd_register_split(config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rej
                 f"{name} must be a multiple of 8 from {least} to {MAX_SETMAXNREG}, got {value}",
                 {"needed": least, "available": value},
             )
-    left = bwd_other_registers(config, arch)
-    if left < MIN_ISSUE_REGISTERS:
+    left, least = bwd_other_registers(config, arch), MIN_ISSUE_REGISTERS[config.ctas]
+    if left < least:
         yield Rejection(
             "registers",
-            f"compute and reduce leave {left} registers a thread to the other warps, which need {MIN_ISSUE_REGISTERS}",
-            {"needed": MIN_ISSUE_REGISTERS, "available": left},
+            f"compute and reduce leave {left} registers a thread to the other warps, which need {least}",
+            {"needed": least, "available": left},
         )
 
 

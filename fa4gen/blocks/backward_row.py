@@ -133,8 +133,8 @@ def reduce_rows(
 
     ``sStage`` (32, some columns, stages): the warp's own staging; ``staged`` and ``target``: it and the rows in global
     memory as ``tma`` takes them, mode 1 stage or column tile. One arrival at ``read`` (``rank`` as for
-    :func:`arrive_warp`) once the accumulator is in registers. ``semaphore``, ``turn``: nothing is added before the Int32
-    in global memory counts ``turn``; it counts one more when all is.
+    :func:`arrive_warp`) once the accumulator is in registers. ``semaphore``, ``turn``: nothing is added before the
+    Int32 in global memory counts ``turn``; it counts one more when all is.
     """
     width, stages = const_expr(cute.size(sStage, mode=[1])), const_expr(cute.size(sStage, mode=[2]))
     for c in cutlass.range_constexpr(0, columns, width):
@@ -170,7 +170,7 @@ def _wait_for(semaphore: cute.Pointer, count: Int32):
 
 @cute.jit
 def load_statistics(source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer, count: cutlass.Constexpr[int]):
-    """Starts copying ``count`` fp32 from global to shared memory. Arrives at ``barrier``, which waits for their bytes."""
+    """Starts copying ``count`` fp32 from global to shared memory. Arrives at ``barrier``, which awaits their bytes."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
     source, target = _vector(source, count), _vector(target, count)
     with cute.arch.elect_one():

@@ -1,11 +1,12 @@
 """What the backward pass asks of tcgen05 beside :mod:`fa4gen.blocks.tcgen05`. One load of a tile serves two MMAs."""
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as helpers
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
-from fa4gen.blocks.tcgen05 import TILE_ROWS, cta_group
+from fa4gen.blocks.tcgen05 import TILE_ROWS, cta_group, issue_umma, operand_in_tmem
 
 
 def make_dq_umma(dtype, head_dim: int, ctas: int = 1) -> cute.TiledMma:
@@ -40,6 +41,27 @@ def rows_layout(rows: int, columns: int, dtype) -> cute.ComposedLayout:
     """(rows, columns), columns contiguous and swizzled: the bytes of an MN-major operand of as many columns of MN."""
     kind = helpers.get_smem_layout_atom_ab(OperandMajorMode.K, dtype, (rows, columns))
     return cute.tile_to_shape(tcgen05.make_smem_layout_atom(kind, dtype), (rows, columns), order=(0, 1))
+
+
+@cute.jit
+def issue_from_halves(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    base: cute.Pointer,
+    column: Int32,
+    b: cute.Tensor,
+    accumulate: Boolean,
+    dtype: cutlass.Constexpr[type],
+):
+    """Issues acc = a·b, or acc += a·b where ``accumulate``, for a (128, 128) A operand of ``dtype`` in TMEM.
+
+    Its halves lie, packed, where the halves of as many fp32 columns from ``column`` on begin: each was written by the
+    warpgroup that had read the fp32 there, while the other one might still be reading its own.
+    """
+    steps = TILE_ROWS // 32
+    for half in cutlass.range_constexpr(2):
+        a = operand_in_tmem(base, column + half * TILE_ROWS // 4, mma, TILE_ROWS, dtype)
+        issue_umma(mma, acc, a, b, accumulate if half == 0 else True, half * steps, (half + 1) * steps)
 
 
 def viewed(tile: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
