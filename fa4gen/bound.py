@@ -161,27 +161,30 @@ def steps_per_key_tile(problem: AttentionProblem, config: Config) -> list[int]:
     steps = []
     for start in range(0, problem.seqlen_k, config.tile_n * ctas):
         first = max(0, start - (problem.seqlen_k - problem.seqlen_q)) if problem.causal else 0
-        steps.append((blocks - first // config.tile_m) * problem.gqa_ratio)
+        steps += [(blocks - first // config.tile_m) * problem.gqa_ratio] * ctas
     return steps
 
 
-def steps_per_tile(problem: AttentionProblem, config: Config) -> list[int]:
+def steps_per_tile(problem: AttentionProblem, config: Config) -> list[float]:
     """K/V steps of each M block of one (batch, head): masked tiles are skipped, those on the diagonal count in full.
 
     With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major. A CTA pair walks the keys
-    of both its M blocks.
+    of both its M blocks. Blackwell's Q tiles each skip what they do not see: their mean.
     """
     ctas, q_tiles = getattr(config, "ctas", 1), getattr(config, "q_stages", 1)
     q_rows = config.tile_m * ctas // q_tiles
     ratio = problem.gqa_ratio if config.pack_gqa else 1
     rows = problem.seqlen_q * ratio
-    steps = []
+    steps: list[float] = []
     for start in range(0, rows, config.tile_m * ctas):
-        keys = problem.seqlen_k
-        if problem.causal:
-            last_query = (min(start + config.tile_m * ctas, rows) - 1) // ratio
-            keys = min(keys, max(0, last_query + 1 + problem.seqlen_k - problem.seqlen_q))
-        steps += [math.ceil(keys / config.tile_n)] * ctas
+        total = 0
+        for end in range(start + q_rows, start + q_tiles * q_rows + 1, q_rows):
+            keys = problem.seqlen_k
+            if problem.causal:
+                last_query = (min(end, rows) - 1) // ratio
+                keys = min(keys, max(0, last_query + 1 + problem.seqlen_k - problem.seqlen_q))
+            total += math.ceil(keys / config.tile_n)
+        steps += [total / q_tiles] * ctas
     return steps
 
 

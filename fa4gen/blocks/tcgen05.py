@@ -135,12 +135,15 @@ def wait(barrier: cute.Pointer, phase: Int32):
 
 
 @cute.jit
-def arrive_warp(barrier: cute.Pointer, rank: cutlass.Constexpr[object] = None):
+def arrive_warp(
+    barrier: cute.Pointer, rank: cutlass.Constexpr[object] = None, tmem: cutlass.Constexpr[bool] = True
+):
     """One arrival for the whole warp, after all that its lanes did in shared memory and, waited for, in TMEM.
 
-    ``rank``: the CTA of the cluster whose barrier it is, this one by default.
+    ``rank``: the CTA of the cluster whose barrier it is, this one by default. ``tmem`` False: of TMEM it says nothing.
     """
-    tcgen05_fence_before()
+    if const_expr(tmem):
+        tcgen05_fence_before()
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, rank)

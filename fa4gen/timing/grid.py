@@ -26,7 +26,7 @@ def is_persistent(config: Config) -> bool:
     return getattr(config, "persistent", getattr(config, "scheduler", "single") != "single")
 
 
-def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
+def tile_steps(problem: AttentionProblem, config: Config) -> list[float]:
     """K/V steps of every tile in the order of its index: at least one a tile.
 
     "linear": M blocks innermost. "longest_first": sections of heads, in each the M blocks from the last to the first.
@@ -39,7 +39,7 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[int]:
         return blocks * rows
     head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     section = max(_L2_SECTION_BYTES // head_bytes, 1) * (1 if getattr(config, "pack_gqa", False) else problem.gqa_ratio)
-    steps: list[int] = []
+    steps: list[float] = []
     for first in range(0, rows, section):
         heads = min(section, rows - first)
         steps += [block for block in reversed(blocks) for _ in range(heads)]

@@ -49,7 +49,7 @@ class Sample:
     """One simulated CTA: ``tiles`` tiles of ``steps`` K/V steps each."""
 
     tiles: int
-    steps: int
+    steps: float
     program: SmProgram
 
 

@@ -157,6 +157,15 @@ def test_causal_waste_is_the_diagonal() -> None:
     assert 1 < tiles * 128 * 128 / attended_pairs(4096, 4096) < 1.04
 
 
+def test_each_q_tile_skips_what_it_does_not_see() -> None:
+    problem = AttentionProblem.parse("b=1 h=1 s=1024 d=128 causal")
+    two = replace(SM100, q_stages=2)
+    assert steps_per_tile(problem, SM100) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps_per_tile(problem, two) == [1.5, 3.5, 5.5, 7.5]
+    assert steps_per_tile(problem, replace(two, use_2cta=True)) == [3, 3, 7, 7], "256 rows a Q tile: 2, 4, 6, 8 steps"
+    assert steps_per_tile(replace(problem, causal=False), two) == [8] * 4
+
+
 def test_whole_problem() -> None:
     problem = AttentionProblem.parse("b=2 h=66 s=4096 d=128")  # 132 heads on 132 SMs: 32 tiles of 32 steps each
     got = bound(problem, CONFIG, H200)
