@@ -201,7 +201,8 @@ class FlashBwdSm90Config:
         tile_n: keys a CTA: 128, or 64 with "columns". More read Q and dO, and reduce dQ, less often.
         q_stages: depth of the ring of Q and LSE. Latency hiding against shared memory.
         do_stages: the same of dO and Δ.
-        ds_stages: slots of dS, and of P where that is in shared memory. With two, a warpgroup may write its part while another still reads the last one.
+        ds_stages: slots of dS, and of P where that is in shared memory. With two, a warpgroup may write its part while
+            another still reads the last one.
         ds_from_rounded_p: dS takes P as rounded for dV, not in fp32: tile_m / 2 registers against a conversion and an
             error of dS that grows by half of what its own rounding is.
         mma_dk_is_rs: dS goes to the dK WGMMA from registers; else from shared memory, where dQ needs it anyway, which

@@ -426,8 +426,8 @@ def _smem_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config) -> Iterato
 def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int:
     """Registers that a MMA thread needs: dK and dV beside what is live or in flight at the worse of two moments.
 
-    P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are in
-    flight, while dK still reads dS in registers.
+    P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are
+    in flight, while dK still reads dS in registers.
     """
     halves = 2 if config.warpgroup_split == "columns" else 1
     scores, operand = config.tile_m // 2 // halves, config.tile_m // 4 // halves

@@ -75,16 +75,12 @@ def prepare(
 
 @cute.jit
 def zero_accumulator(target: cute.Pointer, thread: Int32, elements: cutlass.Constexpr[int]):
-    """fp32 zeros, 16 bytes a thread at a time; ``elements`` is a multiple of 4."""
+    """fp32 zeros, 16 bytes a thread at a time; ``elements`` is a multiple of 4 · ``PREPROCESS_THREADS``."""
     tile = cute.make_tensor(target, cute.make_layout((4, elements // 4)))
     zeros = cute.make_rmem_tensor((4,), Float32)
     zeros.fill(0.0)
-    for i in cutlass.range_constexpr(-(-elements // 4 // PREPROCESS_THREADS)):
-        vector = i * PREPROCESS_THREADS + thread
-        if const_expr((i + 1) * PREPROCESS_THREADS <= elements // 4):
-            cute.autovec_copy(zeros, tile[None, vector])
-        elif vector < elements // 4:
-            cute.autovec_copy(zeros, tile[None, vector])
+    for i in cutlass.range_constexpr(elements // 4 // PREPROCESS_THREADS):
+        cute.autovec_copy(zeros, tile[None, i * PREPROCESS_THREADS + thread])
 
 
 @cute.jit

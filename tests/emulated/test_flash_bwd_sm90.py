@@ -1,4 +1,4 @@
-"""The Hopper backward, run from its own PTX by its own host code: right in every schedule, in a fixed order if asked."""
+"""The Hopper backward, run from its own PTX by its own host code: right in every schedule, the same bits if asked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_other_inputs(build, kind):
     ids=["causal", "full", "from_registers"],
 )
 def test_deterministic_in_ten_random_schedules(build, text, config):
-    """Bit for bit, and dQ in the right order is no accident: without the semaphores the order would be the schedule's."""
+    """Bit for bit: without the semaphores the order of dQ's sum would be the schedule's."""
     schedules = (("eager", 0), *(("random", seed) for seed in range(10)))
     verified(build, f"{text} deterministic", config, schedules=schedules, check_races=False)
 
