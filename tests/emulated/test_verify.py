@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
+from backward_fakes import emulate
 from typer.testing import CliRunner
 
 from fa4gen import emulator
+from fa4gen.accuracy import default_scale, make_inputs
+from fa4gen.case import Case
 from fa4gen.cli import app
 from fa4gen.config import FlashFwdSm90Config as Config
-from fa4gen.emulator import KernelFault, Verification
+from fa4gen.emulator import EmulatorReport, KernelFault, Verification
+from fa4gen.errors import UsageError
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
+
+verify_module = importlib.import_module("fa4gen.emulator.verify")  # the package has a function of this name
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +59,49 @@ def test_a_fault_is_told_and_fails(monkeypatch):
 def test_options_of_the_emulator_need_it():
     result = CliRunner().invoke(app, ["verify", "b=1 h=1 s=64 d=64", "--whole"])
     assert result.exit_code == 2 and "--emulate" in result.stderr
+
+
+def test_backward_report():
+    result = run("b=1 h=2 hk=1 s=4096 d=64 causal op=bwd deterministic", "--schedule", "eager", "--schedule", "lazy")
+    assert result.exit_code == 0, result.output
+    for text in ("op=bwd causal deterministic (reduced", "2 schedules agree, no race", "of every head, at"):
+        assert text in result.stdout, text
+
+
+def fake_runs(monkeypatch, *drift):
+    """Runs of a backward in torch; the n-th adds ``drift[n]`` to an element of dV."""
+    drifts = iter(drift)
+
+    def run(artifact, problem, inputs, *, config, schedule, seed, **_):
+        dq, dk, dv = emulate(*inputs, default_scale(problem), problem.causal)
+        dv[0, 0, 0, 0] += next(drifts)
+        return EmulatorReport({"dq": dq, "dk": dk, "dv": dv}, [], schedule, seed, False, 0.0)
+
+    monkeypatch.setattr(verify_module, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("flag", "drift", "verdict"),
+    [
+        (" deterministic", (0.0, 0.0, 0.0), "3 schedules agree"),
+        (" deterministic", (0.0, 0.0, 0.01), "dv differs between schedules ('eager', 0) and ('random', 1)"),
+        ("", (0.0, 0.01, 0.0), "3 schedules are right"),
+        ("", (0.0, 0.0, 5.0), "schedule random, seed 1: dV is wrong at batch 0, head 0, row 0"),
+    ],
+)
+def test_backward_is_held_to_bits_only_where_it_is_deterministic(monkeypatch, flag, drift, verdict):
+    fake_runs(monkeypatch, *drift)
+    problem = AttentionProblem.parse(f"h=2 s=70 d=64 op=bwd{flag}")
+    found = emulator.verify(None, problem)
+    assert verdict in found.message and found.ok == ("schedules a" in verdict)
+
+
+def test_a_backward_needs_its_config_and_all_of_its_inputs():
+    problem = AttentionProblem.parse("h=2 s=70 d=64 op=bwd")
+    with pytest.raises(UsageError, match="workspace depends on its config"):
+        Case.make(problem).arguments(None, 4)
+    with pytest.raises(UsageError, match="op bwd takes q, k, v, o, do, lse; got 3 tensors"):
+        Case.of(problem, make_inputs(problem))
 
 
 @pytest.mark.parametrize(
