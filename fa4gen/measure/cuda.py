@@ -240,7 +240,7 @@ class CudaEngine:
     ) -> Measurement | Failure:
         """Checks the kernel at its first call for ``problem``, then times at least ``samples`` launches.
 
-        ``config`` sizes the workspace of a backward kernel; a forward one has none.
+        ``config`` sizes the kernel's workspace, if it takes one; see :meth:`fa4gen.case.Case.workspace`.
 
         Raises:
             EngineFault: the kernel broke the CUDA context.
@@ -362,8 +362,7 @@ class CudaMeasurer(Measurer):
         if artifact is None:
             raise MeasureError(f"{variant.name} has no artifact: measuring on a device needs one")
         self._call("prepare", problem, timeout_s=PREPARE_TIMEOUT_S)
-        config = variant.config if problem.op == "bwd" else None
-        return self._try("measure", problem, artifact, samples, config)
+        return self._try("measure", problem, artifact, samples, variant.config)
 
     def verify(
         self,

@@ -61,7 +61,9 @@ def test_misbehaviour_costs_one_measurement(monkeypatch, behaviour, kind, words)
     problem = AttentionProblem.parse("h=2 s=256 d=64")
     measurer = CudaMeasurer(timeout_s=5.0, engine="stub_engine:StubEngine")
     failure, after = (
-        measurer.measure(problem, None, SimpleNamespace(path=Path(name), variant_name=name), samples=3)
+        measurer.measure(
+            problem, SimpleNamespace(config=None), SimpleNamespace(path=Path(name), variant_name=name), samples=3
+        )
         for name in (behaviour, "works")
     )
     measurer.close()

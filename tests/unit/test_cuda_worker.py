@@ -24,6 +24,9 @@ PROBLEM = AttentionProblem.parse("h=1 s=64 d=64")
 ENGINE = "fake_engine:FakeEngine"
 
 
+VARIANT = SimpleNamespace(name="v", config=None)
+
+
 def artifact(behaviour: str) -> SimpleNamespace:
     return SimpleNamespace(variant_name=behaviour)
 
@@ -37,7 +40,7 @@ def measurer(monkeypatch):
 
 
 def measure(measurer: CudaMeasurer, behaviour: str, samples: int = 4) -> Measurement | Failure:
-    return measurer.measure(PROBLEM, None, artifact(behaviour), samples=samples)
+    return measurer.measure(PROBLEM, VARIANT, artifact(behaviour), samples=samples)
 
 
 def test_measures_in_one_process_that_is_not_this_one(measurer):
@@ -85,7 +88,7 @@ def test_a_bug_in_the_engine_is_raised_here_and_does_not_end_it(measurer):
 def test_a_death_that_no_variant_caused_is_an_error(measurer):
     problem = AttentionProblem.parse("b=99 h=1 s=64 d=64")
     with pytest.raises(MeasureError, match="failed to prepare: the process was killed by SIGKILL"):
-        measurer.measure(problem, None, artifact("works"))
+        measurer.measure(problem, VARIANT, artifact("works"))
     assert isinstance(measure(measurer, "works"), Measurement)
 
 
