@@ -8,11 +8,12 @@ Hopper's operand traffic in place of Blackwell's where they differ.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa4gen.arch import Arch, Device
-from fa4gen.config import Config, FlashFwdSm90Config
+from fa4gen.config import Config, FlashBwdSm90Config, FlashBwdSm100Config, FlashFwdSm90Config, FlashFwdSm100Config
 from fa4gen.feasibility import padded
 from fa4gen.problem import AttentionProblem
 
@@ -69,13 +70,14 @@ class Bound:
 
 
 def tile_cycles(arch: Arch, config: Config, head_dim: int, head_dim_v: int) -> TileCycles:
-    """Cycles of one (tile_m, tile_n) step: S = QKᵀ, softmax, O += PV, in a 16-bit dtype.
+    """Cycles of one (tile_m, tile_n) step of a forward: S = QKᵀ, softmax, O += PV, in a 16-bit dtype.
 
     ``mma``: 2·M·N·(d + d_v) FLOPs, head dims padded as tiles hold them.
     ``mufu``: one exp2 an element, less the polynomial's share; the one a row for the rescale factor is left out.
     ``fma``: see :func:`_softmax_slots`; and a multiply an element of O, unless a threshold makes the rescale rare.
     ``smem``: bytes that the MMAs read, and P's way through shared memory where it does not stay in registers or TMEM.
     """
+    assert isinstance(config, FlashFwdSm90Config | FlashFwdSm100Config)
     m, n, fraction = config.tile_m, config.tile_n, config.exp2_poly_fraction
     d, d_v = padded(head_dim), padded(head_dim_v)
     packed = 0.5 if arch.tmem_columns else 1.0  # sm_100 has packed f32x2 arithmetic
@@ -168,9 +170,10 @@ def steps_per_key_tile(problem: AttentionProblem, config: Config) -> list[int]:
 def steps_per_tile(problem: AttentionProblem, config: Config) -> list[float]:
     """K/V steps of each M block of one (batch, head): masked tiles are skipped, those on the diagonal count in full.
 
-    With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major. A CTA pair walks the keys
-    of both its M blocks. Blackwell's Q tiles each skip what they do not see: their mean.
+    With ``pack_gqa`` the rows of an M block are (query, head of the group) pairs, query-major. A CTA pair walks the
+    keys of both its M blocks. Blackwell's Q tiles each skip what they do not see: their mean.
     """
+    assert isinstance(config, FlashFwdSm90Config | FlashFwdSm100Config)
     ctas, q_tiles = getattr(config, "ctas", 1), getattr(config, "q_stages", 1)
     q_rows = config.tile_m * ctas // q_tiles
     ratio = problem.gqa_ratio if config.pack_gqa else 1
@@ -194,7 +197,8 @@ def bound(problem: AttentionProblem, config: Config, device: Device) -> Bound:
     The SM with most work has at least the mean number of steps, the longest tile, and as many of the shortest tiles as
     the fullest SM must take.
     """
-    if problem.op == "bwd":
+    steps: Sequence[float]
+    if isinstance(config, FlashBwdSm90Config | FlashBwdSm100Config):
         tile = backward_tile_cycles(
             device.arch, config.tile_m, config.tile_n, problem.head_dim, problem.head_dim_v,
             config.exp2_poly_fraction, config.exp2_poly_degree, getattr(config, "ctas", 1),
