@@ -10,7 +10,7 @@ DEMO_GRID ?= tests/data/demo_grid_h200.json.gz
 DEMO_DIR  := build/demo
 DEMO      := b=32 h=32 s=1024 d=64 causal
 
-.PHONY: setup demo test verify-all test-peers lint clean calibrate
+.PHONY: setup demo test verify-all compile-all test-peers lint clean calibrate
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -37,6 +37,10 @@ test: setup
 # An extra: all sampled variants of every family in the emulator; `make test` runs a few of each.
 verify-all: setup
 	$(BIN)/python -m pytest -n auto --whole-sample tests/emulated/test_sampled.py tests/emulated/test_hardware.py
+
+# An extra, some 25 minutes of one core: 500 sampled variants of flash_fwd_sm100 compile as they promise.
+compile-all: setup
+	PYTHONPATH=tests/compile:tests/emulated $(BIN)/python tests/compile/survey_sm100.py
 
 # An extra: kernels that nobody here wrote, compiled and run in the emulator.
 test-peers: setup
