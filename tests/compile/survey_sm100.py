@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-
 from sampling import SM100, sample
 from test_flash_fwd_sm100 import test_accepted_configs_compile_clean as compiles_clean
 
