@@ -20,6 +20,7 @@ from fa4gen.accuracy import TORCH_DTYPES
 from fa4gen.errors import UnsupportedProblem
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
+from fa4gen.workspace import workspace_elements
 
 if TYPE_CHECKING:
     from fa4gen.dispatch import Kernel, Miss
@@ -82,8 +83,6 @@ def launch_gradients(
 
 def launch_once(kernel: Kernel, variant: Variant, inputs: tuple[Tensor, ...], num_sms: int) -> None:
     """Launches the backward ``kernel`` on ``inputs`` (Q, K, V, O, dO, LSE) for its side effects."""
-    from fa4gen.workspace import workspace_elements
-
     q, k, v = inputs[:3]
     problem = _problem(q, k, v, variant.static.causal, variant.static.deterministic)
     workspace = torch.empty(workspace_elements(problem, variant.config), dtype=torch.float32, device=q.device)
@@ -109,8 +108,6 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool)
 def _make_plan(problem: AttentionProblem, index: int) -> _Plan:
     if not (problem.batch and problem.seqlen_q and problem.seqlen_k):
         return _Plan(_fill, 0, 0, None)
-    from fa4gen.workspace import workspace_elements
-
     chosen = dispatch.dispatcher(index)
     resolution = chosen.resolve(problem)
     return _Plan(

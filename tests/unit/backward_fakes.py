@@ -37,7 +37,8 @@ def use_fake_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(config.FAMILIES, family.name, family)
     monkeypatch.setitem(feasibility._RULES, family.name, lambda problem, config, arch: iter(()))
     workspace = SimpleNamespace(workspace_elements=lambda problem, config: WORKSPACE)
-    monkeypatch.setitem(sys.modules, "fa4gen.workspace", workspace)
+    monkeypatch.setitem(sys.modules, "fa4gen.workspace", workspace)  # where it is imported late
+    monkeypatch.setattr("fa4gen.autograd.workspace_elements", workspace.workspace_elements)
 
 
 def emulate(
