@@ -74,18 +74,20 @@ class Case:
         return cls(problem, dict(zip(names, inputs, strict=True)), outputs, default_scale(problem))
 
     def workspace(self, config: Config | None) -> Tensor | None:
-        """Poisoned scratch memory for a kernel with ``config``; None for a forward, which takes none.
+        """Poisoned scratch memory for a kernel with ``config``, or None if it takes none, as a forward by default.
 
         Raises:
             UsageError: a backward without a config.
         """
-        if self.problem.op == "fwd":
-            return None
         if config is None:
+            if self.problem.op == "fwd":
+                return None
             raise UsageError(f"a backward's workspace depends on its config: give one for {self.problem}")
         from fa4gen.workspace import workspace_elements
 
         size = workspace_elements(self.problem, config)
+        if size == 0:
+            return None
         return torch.full((size,), math.nan, dtype=torch.float32, device=self.inputs["q"].device)
 
     def arguments(self, config: Config | None, num_sms: int) -> list[Any]:

@@ -48,6 +48,9 @@ class FlashFwdSm90Config:
         persistent: one CTA an SM walks over tiles, overlapping a tile's epilogue with the next one's loads.
         ctas_per_sm: CTAs that share an SM, one's prologue and epilogue under the other's loop: occupancy against
             registers and shared memory for each, and K/V loaded by both.
+        dynamic_tiles: a persistent CTA takes its next tile from a counter in global memory, when its loads get there;
+            else its tiles are fixed beforehand. Balance of unequal tiles against an atomic a tile and the launch that
+            zeroes the counter.
         epilogue: of a persistent kernel: "tma_over_q" stages O where Q lies, which delays the next tile's Q; "tma" in
             shared memory of its own, so that Q is loaded ahead.
         tile_order: "linear" walks M blocks, heads, batches; "longest_first" takes the M blocks with most keys
@@ -70,6 +73,7 @@ class FlashFwdSm90Config:
     pack_gqa: bool = False
     ctas_per_sm: int = 1
     persistent: bool = False
+    dynamic_tiles: bool = False
     epilogue: str = "tma_over_q"
     tile_order: str = "linear"
     cluster_m: int = 1

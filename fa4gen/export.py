@@ -42,7 +42,7 @@ import torch
 
 @functools.cache
 def compiled():
-    """The kernel as a function of (q, k, v, o, [lse,] softmax_scale, num_sms); compiling takes about 2 s."""
+    """The kernel as a function of (q, k, v, o, [lse,] [workspace,] softmax_scale, num_sms); compiling takes 2 s."""
     return cute.compile(entry, *fake_arguments(), options=f"--enable-tvm-ffi --gpu-arch {ARCH}")
 
 
@@ -63,7 +63,8 @@ def attention(q, k, v, softmax_scale=None):
             output.fill_(value)
     else:
         num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        compiled()(q, k, v, *outputs, softmax_scale or HEAD_DIM**-0.5, num_sms)
+        workspace = [torch.empty(WORKSPACE, dtype=torch.float32, device=q.device)] if WORKSPACE else []
+        compiled()(q, k, v, *outputs, *workspace, softmax_scale or HEAD_DIM**-0.5, num_sms)
     return tuple(outputs) if RETURN_LSE else outputs[0]
 '''
 
@@ -124,17 +125,18 @@ def export_source(variant: Variant) -> str:
     if variant.static.op == "bwd":
         sizes = "".join(f"WORKSPACE_{name.upper()} = {size}\n" for name, size in _workspace_sizes(variant).items())
         return bundle(render(variant), target + sizes, _BACKWARD_RUNNER)
-    return bundle(render(variant), f"{target}RETURN_LSE = {variant.static.return_lse}\n", _RUNNER)
+    names = f"RETURN_LSE = {variant.static.return_lse}\nWORKSPACE = {_workspace_sizes(variant)['fixed']}\n"
+    return bundle(render(variant), target + names, _RUNNER)
 
 
 def _workspace_sizes(variant: Variant) -> dict[str, int]:
-    """fp32 elements of a backward's workspace: ``fixed`` and ``of_block`` for each block of ``queries`` of a head."""
+    """fp32 elements of a kernel's workspace: ``fixed`` and ``of_block`` for each block of ``queries`` of a head."""
     static, queries = variant.static, variant.config.tile_m
 
     def elements(blocks: int) -> int:
         problem = AttentionProblem(
             1, static.gqa_ratio, 1, blocks * queries, 1, static.head_dim, static.head_dim_v,
-            op="bwd", deterministic=static.deterministic,
+            op=static.op, deterministic=static.deterministic,
         )  # fmt: skip
         return workspace_elements(problem, variant.config)
 
@@ -271,8 +273,8 @@ def export_aot(table: TunedTable, directory: Path, rows: Iterable[Row] | None = 
     ``manifest.json`` lists the kernels (symbol, compile-time problem, config) and the rows (problem, symbol, times).
     :func:`load_aot` reads it back; any program can do the same with ``tvm_ffi.load_module``, once it has loaded the
     libraries that ``cutlass.cute.runtime.find_runtime_libraries`` names. A kernel takes
-    (q, k, v, o, [lse,] softmax_scale, num_sms), a backward (q, k, v, o, do, lse, dq, dk, dv, workspace, softmax_scale,
-    num_sms), whose ``workspace`` in the manifest tells the size. Returns the library's path.
+    (q, k, v, o, [lse,] [workspace,] softmax_scale, num_sms), a backward (q, k, v, o, do, lse, dq, dk, dv, workspace,
+    softmax_scale, num_sms); ``workspace`` in the manifest tells the size. Returns the library's path.
 
     Raises:
         UsageError: there is no row, or no C linker (``cc``).
@@ -303,8 +305,8 @@ def export_aot(table: TunedTable, directory: Path, rows: Iterable[Row] | None = 
         "versions": toolchain_versions(),
         "kernels": [
             {"symbol": v.name, "family": v.family.name, "problem": asdict(v.static), "config": config_to_dict(v.config)}
-            | ({"workspace": _workspace_sizes(v)} if v.static.op == "bwd" else {})
-            for v in variants
+            | ({"workspace": sizes} if sizes["fixed"] or sizes["of_block"] else {})
+            for v, sizes in ((v, _workspace_sizes(v)) for v in variants)
         ],
         "rows": [
             {

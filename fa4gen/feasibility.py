@@ -115,7 +115,7 @@ def _smem_sm90(static: StaticProblem, config: FlashFwdSm90Config) -> Iterator[in
     """Barriers; Q slabs (reused for O) or slabs of both; K and V rings; P."""
     size = DTYPE_BYTES[static.dtype]
     head_dim, head_dim_v = padded(static.head_dim), padded(static.head_dim_v)
-    yield (2 * (config.tile_m // 64) + 4 * config.kv_stages) * 8
+    yield (2 * (config.tile_m // 64) + 4 * config.kv_stages + 5 * config.dynamic_tiles) * 8
     yield config.tile_m * (head_dim if config.epilogue == "tma" else max(head_dim, head_dim_v)) * size
     yield config.tile_m * head_dim_v * size if config.epilogue == "tma" else 0
     yield config.kv_stages * config.tile_n * head_dim * size
@@ -137,11 +137,16 @@ def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch:
     yield from _pack_gqa(problem, config, 64)
     if config.tile_order == "paired" and not config.persistent:
         yield Rejection("tile_order", "pairs of tiles are a persistent CTA's: tile_order paired needs persistent")
+    if config.dynamic_tiles and (not config.persistent or config.tile_order == "paired" or config.cluster_m > 1):
+        yield Rejection(
+            "dynamic_tiles",
+            "dynamic_tiles hands single tiles to persistent CTAs: it needs persistent, no paired order, no cluster",
+        )
     occupied = config.ctas_per_sm * (smem_bytes(problem.static, config) + RESERVED_SMEM)
     if occupied > arch.smem_per_sm:
         yield Rejection(
             "ctas_per_sm",
-            f"{config.ctas_per_sm} CTAs need {occupied} B of shared memory, an SM of {arch.name} has {arch.smem_per_sm}",
+            f"{config.ctas_per_sm} CTAs an SM need {occupied} B of shared memory, {arch.name} has {arch.smem_per_sm}",
             {"needed": occupied, "available": arch.smem_per_sm},
         )
     if config.cluster_m > 1 and (problem.causal or config.tile_order != "linear"):

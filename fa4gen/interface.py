@@ -21,6 +21,7 @@ from fa4gen import autograd, dispatch
 from fa4gen.errors import UnsupportedProblem, UsageError
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
+from fa4gen.workspace import workspace_elements
 
 if TYPE_CHECKING:
     from fa4gen.dispatch import Kernel, Miss
@@ -189,6 +190,8 @@ def warmup(
             variant = chosen.variant(problem)
             if not chosen.loaded(variant):
                 kernel = chosen.kernel(variant, at_call_time=False)
+                if problem.op == "fwd":
+                    kernel = _with_workspace(kernel, workspace_elements(problem, variant.config))
                 _launch_once(kernel, variant, chosen.device.sm_count, index)
 
 
@@ -243,7 +246,10 @@ def _make_plan(
     if not _is_empty(problem):
         chosen = dispatch.dispatcher(q.get_device())
         resolution = chosen.resolve(problem)
-        launch = chosen.kernel(Variant.of(chosen.device.arch.name, problem, resolution.config))
+        launch = _with_workspace(
+            chosen.kernel(Variant.of(chosen.device.arch.name, problem, resolution.config)),
+            workspace_elements(problem, resolution.config),
+        )
         num_sms = chosen.device.sm_count
         miss = None if resolution.covered else dispatch.record_miss(chosen.device, problem)
     if len(_plans) >= MAX_PLANS:
@@ -260,6 +266,18 @@ def _make_plan(
         miss=miss,
     )
     return plan
+
+
+def _with_workspace(kernel: Kernel, elements: int) -> Kernel:
+    """``kernel`` as a function without the workspace, third from the end of its arguments, if it takes one."""
+    if elements == 0:
+        return kernel
+
+    def launch(*arguments: Any) -> None:
+        workspace = arguments[0].new_empty(elements, dtype=torch.float32)
+        kernel(*arguments[:-2], workspace, *arguments[-2:])
+
+    return launch
 
 
 def _allocation(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:

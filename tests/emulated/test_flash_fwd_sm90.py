@@ -43,6 +43,16 @@ CASES = {
         "b=1 h=2 s=600 d=64 causal lse",
         Config(tile_m=192, persistent=True, tile_order="paired", epilogue="tma"),
     ),
+    "dynamic": (
+        "b=2 h=2 s=500 d=64 causal lse",
+        Config(
+            tile_m=192,
+            persistent=True,
+            dynamic_tiles=True,
+            epilogue="tma",
+            tile_order="longest_first",
+        ),
+    ),
     "two_ctas": (
         "b=1 h=4 s=300 d=64 causal",
         Config(tile_m=64, tile_n=96, schedule="cooperative", ctas_per_sm=2, persistent=True, epilogue="tma"),
@@ -54,7 +64,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_right_in_every_schedule(build, case):
     artifact, problem = build(*CASES[case])
-    verdict = emulator.verify(artifact, problem)
+    verdict = emulator.verify(artifact, problem, config=CASES[case][1])
     assert verdict.ok, verdict.message
     assert verdict.accuracy is not None and verdict.accuracy.ok
 
