@@ -569,6 +569,10 @@ def tune(
         int | None,
         typer.Option("--trials", min=1, help="Trials a problem. Default: by effort; half with --prefilter."),
     ] = None,
+    compile_ahead: Annotated[
+        int | None,
+        typer.Option(min=0, help="Trials in flight beside those measured. Default: by effort; more for many cores."),
+    ] = None,
     budget: Annotated[float | None, typer.Option("--budget", help="Seconds a problem.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of every random choice.")] = 0,
     storage: Annotated[str | None, typer.Option("--storage", help="Journal file or Optuna URL of the studies.")] = None,
@@ -585,8 +589,9 @@ def tune(
     from fa4gen.tune.study import Settings
 
     budgeted = get_effort(effort)
+    ahead = budgeted.compile_ahead if compile_ahead is None else compile_ahead
     settings = Settings(
-        effort=replace(budgeted, trials=trials or budgeted.trials // (2 if prefilter else 1)),
+        effort=replace(budgeted, trials=trials or budgeted.trials // (2 if prefilter else 1), compile_ahead=ahead),
         seed=seed,
         space=SearchSpace.from_file(space) if space else None,
         storage=storage,
