@@ -103,6 +103,14 @@ def test_a_pair_reads_each_half_of_keys_and_values_once(build):
     assert read[0] - read[1] == tiles * operand, "of Q, K and V a tile, half of K and half of V"
 
 
+def test_each_q_tile_takes_only_the_steps_it_sees(build):
+    artifact, problem = build("b=1 h=1 s=512 d=64 causal", Config(exp2_poly_fraction=0.0), "sm_100a")
+    (kernel,) = emulator.run(artifact, problem).kernels
+    exponentials = sum(kernel.instructions["mufu"]) * 32
+    # 1, 2, 3 and 4 tiles of 128 x 128 for four Q tiles; beside them a factor a row and step.
+    assert 10 * 128 * 128 <= exponentials < 10 * 128 * 130
+
+
 def test_the_polynomial_moves_exponentials_from_mufu_to_packed_fma(build):
     counts = []
     for fraction in (0.0, 0.25):
