@@ -135,9 +135,7 @@ def wait(barrier: cute.Pointer, phase: Int32):
 
 
 @cute.jit
-def arrive_warp(
-    barrier: cute.Pointer, rank: cutlass.Constexpr[object] = None, tmem: cutlass.Constexpr[bool] = True
-):
+def arrive_warp(barrier: cute.Pointer, rank: cutlass.Constexpr[object] = None, tmem: cutlass.Constexpr[bool] = True):
     """One arrival for the whole warp, after all that its lanes did in shared memory and, waited for, in TMEM.
 
     ``rank``: the CTA of the cluster whose barrier it is, this one by default. ``tmem`` False: of TMEM it says nothing.
