@@ -4,7 +4,7 @@
 
 Compiles, then starts itself under ``ncu --clock-control none``, where each kernel runs once unprofiled and once
 profiled (in many passes). The file holds, a kernel: problem, config, instruction counts, busy cycles and utilisation of
-every pipe ncu knows on this chip, elapsed cycles, clock; and instruction counts by opcode where ncu can give them.
+every pipe ncu knows on this chip, elapsed cycles and clock.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ WANTED = re.compile(
 SKIPPED = re.compile(r"_pred_|_realtime|_type_")
 FIXED = ("gpu__time_duration.sum", "gpc__cycles_elapsed.max", "gpc__cycles_elapsed.avg.per_second")
 SECTIONS = ("ComputeWorkloadAnalysis", "SpeedOfLight", "InstructionStats", "SchedulerStats")
-BY_OPCODE = "sass__inst_executed_per_opcode"
-_OPCODE = re.compile(r"([A-Z][A-Z0-9_.]*):\s*([\d,]+)")
+KEPT = (".sum", ".avg.pct_of_peak_sustained_active")
 
 app = typer.Typer(add_completion=False)
 console = Console(stderr=True)
@@ -82,12 +81,11 @@ def record(
     except RuntimeError as error:
         console.print(f"only ncu's own sections: {error}", markup=False)
         rows = table(profile(tool, child, *sections))
-    opcodes = by_opcode(tool, child)
     kernels = []
     for number, ((problem, config), artifact) in enumerate(zip(cases(), artifacts, strict=True)):
-        counters = {name: value for name, text in rows[number].items() if (value := number_of(text)) is not None}
+        counters = kept(rows[number])
         kernel = {"problem": str(problem), "config": config_to_dict(config), "registers": artifact.meta.registers}
-        kernels.append(kernel | {"counters": counters, "opcodes": opcodes[number] if opcodes else None})
+        kernels.append(kernel | {"counters": counters})
     data = {
         "device": current_device(0).name,
         "driver": driver_version(),
@@ -141,7 +139,7 @@ def metrics(tool: str) -> list[str]:
     for name in chosen:
         full.append(f"{name}.sum")
         if name.endswith("_active") or "inst_issued" in name or "_pipe_" in name:
-            full.append(f"{name}.avg.pct_of_peak_sustained_active")
+            full.append(f"{name}{KEPT[1]}")
     return list(dict.fromkeys(full))
 
 
@@ -172,19 +170,14 @@ def table(text: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=False)) for row in rows if len(row) == len(header)]
 
 
-def by_opcode(tool: str, child: list[str]) -> list[dict[str, int]] | None:
-    """Warp instructions of each launch by opcode; None where this ncu has no such metric."""
-    try:
-        rows = table(profile(tool, child, "--metrics", BY_OPCODE, "--print-metric-instances", "values"))
-    except RuntimeError as error:
-        console.print(f"no counts by opcode: {error}", markup=False)
-        return None
-    return [opcodes_of(row.get(BY_OPCODE, "")) for row in rows]
-
-
-def opcodes_of(text: str) -> dict[str, int]:
-    """Counts in the text that ncu prints for a metric with an instance an opcode: "9 (BRA: 4; LDS: 5)"."""
-    return {opcode: int(count.replace(",", "")) for opcode, count in _OPCODE.findall(text)}
+def kept(row: Mapping[str, str]) -> dict[str, float]:
+    """Of a row's columns the counters that were asked for: sums and percentages."""
+    found = {}
+    for name, text in row.items():
+        wanted = name in FIXED or (WANTED.fullmatch(name.partition(".")[0]) and name.endswith(KEPT))
+        if wanted and not SKIPPED.search(name) and (value := number_of(text)) is not None:
+            found[name] = value
+    return found
 
 
 def number_of(text: str) -> float | None:

@@ -80,12 +80,14 @@ PRIOR = Constants()
 # Fitted by scripts/calibrate_model.py: docs/model.md.
 H200 = Constants(mma_queue=3.0, contention=2.94, mufu_contention=2.45, fresh_latency=1483.0)
 
-# Nobody here has the chip: latencies of the H200. Accumulators lie in TMEM, so nothing contends for the register file,
-# and operands arrive at the rate of shared memory (arXiv 2603.05451, section 2). The clocks are assumed: 1755 MHz is
-# what flash-attn-4's authors lock a B200 to (its issue 2570), 1920 MHz the maximum of a B300.
-_BLACKWELL = dataclasses.replace(
-    H200, contention=1.0, mufu_contention=1.0, issue_cost=1.0, smem_factor=1.0, clock_base=1.755, clock_slope=0.0
-)
+# Nobody here has the chip: synchronisation and copies take about what they take on the H200. Accumulators lie in TMEM,
+# so nothing contends for the register file, and operands arrive at the rate of shared memory (arXiv 2603.05451).
+# The clocks are assumed: 1755 MHz is what flash-attn-4's authors lock a B200 to (issue 2570 of their repository), 1920
+# MHz the maximum of a B300.
+_BLACKWELL = Constants(
+    mbarrier=85.0, named_barrier=12.0, smem_factor=1.0, contention=1.0, mufu_contention=1.0, issue_cost=1.0,
+    l2_bytes=60.0, load_latency=840.0, fresh_latency=1480.0, mufu_latency=28.0, clock_base=1.755, clock_slope=0.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

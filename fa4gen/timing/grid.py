@@ -10,7 +10,7 @@ from fa4gen.bound import steps_per_tile
 from fa4gen.config import Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem
 
-__all__ = ["cluster_size", "is_persistent", "makespan", "tile_steps"]
+__all__ = ["cluster_size", "is_persistent", "makespan", "tile_steps", "turns"]
 
 # blocks/scheduler.py: K and V of the heads that longest-first walks together.
 _L2_SECTION_BYTES = 16 << 20
@@ -30,6 +30,7 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[float]:
     """K/V steps of every tile in the order of its index: at least one a tile.
 
     "linear": M blocks innermost. "longest_first": sections of heads, in each the M blocks from the last to the first.
+    "paired": of each head the last M block and the first, the last but one and the second, and so on.
     """
     blocks = [max(steps, 1) for steps in steps_per_tile(problem, config)]
     cluster = cluster_size(config)
@@ -37,6 +38,8 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[float]:
     rows = problem.batch * (problem.heads_kv if getattr(config, "pack_gqa", False) else problem.heads)
     if config.tile_order == "linear":
         return blocks * rows
+    if config.tile_order == "paired":
+        return [block for pair in _pairs(blocks) for block in pair] * rows
     head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     section = max(_L2_SECTION_BYTES // head_bytes, 1) * (1 if getattr(config, "pack_gqa", False) else problem.gqa_ratio)
     steps: list[float] = []
@@ -44,6 +47,28 @@ def tile_steps(problem: AttentionProblem, config: Config) -> list[float]:
         heads = min(section, rows - first)
         steps += [block for block in reversed(blocks) for _ in range(heads)]
     return steps
+
+
+def turns(problem: AttentionProblem, config: Config) -> list[list[float]]:
+    """K/V steps of the tiles that a CTA takes at a time: one, or a pair. A cluster's CTAs take theirs together, and all
+    need as long as the longest."""
+    steps = tile_steps(problem, config)
+    if config.tile_order == "paired":
+        blocks = len(steps_per_tile(problem, config))
+        return [pair for first in range(0, len(steps), blocks) for pair in _grouped(steps[first : first + blocks])]
+    cluster = cluster_size(config)
+    return [[max(steps[at : at + cluster])] for at in range(0, len(steps), cluster)]
+
+
+def _pairs(blocks: Sequence[float]) -> list[list[float]]:
+    """The last with the first, the last but one with the second, …; the middle one of an odd number alone."""
+    half = len(blocks) // 2
+    pairs = [[blocks[-1 - i], blocks[i]] for i in range(half)]
+    return pairs + ([[blocks[half]]] if len(blocks) % 2 else [])
+
+
+def _grouped(steps: Sequence[float]) -> list[list[float]]:
+    return [list(steps[at : at + 2]) for at in range(0, len(steps), 2)]
 
 
 def makespan(costs: Sequence[float], units: int, static: bool) -> float:

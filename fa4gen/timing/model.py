@@ -13,7 +13,7 @@ from fa4gen.bound import steps_per_tile
 from fa4gen.config import Config
 from fa4gen.problem import AttentionProblem
 from fa4gen.timing.constants import Constants
-from fa4gen.timing.grid import cluster_size, is_persistent, makespan, tile_steps
+from fa4gen.timing.grid import cluster_size, is_persistent, makespan, tile_steps, turns
 from fa4gen.timing.path import PathFinder
 from fa4gen.timing.sass_decode import decode
 from fa4gen.timing.simulator import SmProgram, SmResult, prepare, simulate
@@ -159,7 +159,7 @@ def predict(traced: TracedVariant, problem: AttentionProblem, device: Device, co
     steps = tile_steps(problem, config)
     cluster = cluster_size(config)
     units = device.sm_count * _ctas_per_sm(config) // cluster
-    costs = [tile + step * max(steps[at : at + cluster]) for at in range(0, len(steps), cluster)]
+    costs = [sum(tile + step * length for length in turn) for turn in turns(problem, config)]
     cycles = start + makespan(costs, units, persistent and getattr(config, "scheduler", "") != "clc")
     ctas = min(units, len(costs)) * cluster if persistent else len(steps)
     work = of_step * sum(steps) + of_tile * len(steps) + of_start * ctas

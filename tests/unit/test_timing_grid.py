@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from fa4gen.config import FlashFwdSm90Config
 from fa4gen.problem import AttentionProblem
 from fa4gen.timing.calibration import FITTED, fit, score
 from fa4gen.timing.constants import H200, Constants
-from fa4gen.timing.grid import makespan, tile_steps
+from fa4gen.timing.grid import makespan, tile_steps, turns
 
 
 def test_makespan_of_a_dynamic_and_a_static_deal() -> None:
@@ -19,7 +21,7 @@ def test_makespan_of_a_dynamic_and_a_static_deal() -> None:
     assert makespan([3.0], 132, static=True) == makespan([3.0], 132, static=False) == 3.0
 
 
-@pytest.mark.parametrize("order", ["linear", "longest_first"])
+@pytest.mark.parametrize("order", ["linear", "longest_first", "paired"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_every_tile_is_in_the_order_once(order: str, pack: bool) -> None:
     problem = AttentionProblem.parse("b=3 h=16 hk=4 s=700 d=128 causal")
@@ -28,7 +30,16 @@ def test_every_tile_is_in_the_order_once(order: str, pack: bool) -> None:
     rows = 3 * (4 if pack else 16)
     steps = tile_steps(problem, config)
     assert sorted(steps) == sorted(blocks * rows)
-    assert steps[0] == (max(blocks) if order == "longest_first" else blocks[0])
+    assert steps[0] == (blocks[0] if order == "linear" else max(blocks))
+
+
+@pytest.mark.parametrize(("length", "middle"), [(1024, []), (1152, [[5]])])
+def test_pairs_are_of_equal_work(length: int, middle: list) -> None:
+    problem = AttentionProblem.parse(f"b=1 h=2 s={length} d=64 causal")
+    config = FlashFwdSm90Config(tile_m=128, tile_n=128, tile_order="paired", persistent=True)
+    blocks = length // 128
+    assert turns(problem, config) == [*([blocks - i, i + 1] for i in range(blocks // 2)), *middle] * 2
+    assert turns(problem, replace(config, tile_order="linear")) == [[i + 1] for i in range(blocks)] * 2
 
 
 def test_longest_first_takes_one_depth_of_all_heads_of_a_section() -> None:
