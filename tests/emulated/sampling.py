@@ -5,7 +5,7 @@ They depend on the family's domain, the count and the seed alone; a smaller samp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -20,7 +20,7 @@ from fa4gen.problem import AttentionProblem
 from fa4gen.search_space import SearchSpace
 from fa4gen.variant import Variant
 
-__all__ = ["DOMAINS", "NUM_SMS", "SM90", "SM100", "Case", "Domain", "make_inputs", "sample"]
+__all__ = ["BWD_SM100", "DOMAINS", "NUM_SMS", "SM90", "SM100", "Case", "Domain", "make_inputs", "sample"]
 
 # A persistent kernel walks several tiles a CTA.
 NUM_SMS = 3
@@ -68,7 +68,14 @@ SM100 = Domain(
         *((64, 128), (128, 64), (72, 40), (192, 192), (136, 136)),
     ),
 )
-DOMAINS = (SM90, SM100)
+BWD_SM100 = Domain(
+    "flash_bwd_sm100",
+    (*((d, d) for d in UP_TO_128), (64, 128), (128, 64), (72, 40), (64, 192)),
+    scores=200_000,
+    few=8,
+    whole=60,
+)
+DOMAINS = (SM90, SM100, BWD_SM100)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def sample(count: int, seed: int = 0, domain: Domain = SM90) -> tuple[Case, ...]
     cases = []
     for i in range(count):
         arch = get_arch(family.archs[i % len(family.archs)])
-        problem = _problem(rng, domain, *domain.head_dims[i % len(domain.head_dims)])
+        problem = _problem(rng, domain, family.op, *domain.head_dims[i % len(domain.head_dims)])
         configs = [_config(rng, space, problem, arch) for _ in range(DRAWS)]
         config = max(configs, key=lambda c: len(set(config_to_dict(c).items()) - seen))
         seen.update(config_to_dict(config).items())
@@ -109,14 +116,14 @@ def _config(rng: np.random.Generator, space: SearchSpace, problem: AttentionProb
     return config
 
 
-def _problem(rng: np.random.Generator, domain: Domain, head_dim: int, head_dim_v: int) -> AttentionProblem:
+def _problem(rng: np.random.Generator, domain: Domain, op: str, head_dim: int, head_dim_v: int) -> AttentionProblem:
     most = domain.scores // max(domain.ratios)
     lengths = [(q, k) for q, k in product(domain.seqlens_q, domain.seqlens_k) if q * k <= most]
     seqlen_q, seqlen_k = lengths[rng.integers(len(lengths))]
     ratio = domain.ratios[rng.integers(len(domain.ratios))]
     fit = min(domain.scores // (seqlen_q * seqlen_k * ratio), 4)
     heads_kv = int(rng.integers(1, min(fit, 2) + 1))
-    return AttentionProblem(
+    problem = AttentionProblem(
         batch=int(rng.integers(1, min(fit // heads_kv, 2) + 1)),
         heads=heads_kv * ratio,
         heads_kv=heads_kv,
@@ -126,8 +133,10 @@ def _problem(rng: np.random.Generator, domain: Domain, head_dim: int, head_dim_v
         head_dim_v=head_dim_v,
         dtype=("bf16", "fp16")[rng.integers(2)],
         causal=bool(rng.random() < 0.5),
-        return_lse=bool(rng.random() < 0.8),
+        op=op,
     )
+    rare = bool(rng.random() >= 0.8)
+    return replace(problem, deterministic=rare) if op == "bwd" else replace(problem, return_lse=not rare)
 
 
 def make_inputs(problem: AttentionProblem, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sampling import DOMAINS, NUM_SMS, SM100, Case, Domain, sample
+from sampling import BWD_SM100, DOMAINS, NUM_SMS, SM100, Case, Domain, sample
 
 from fa4gen import case as cases_of
 from fa4gen import emulator
@@ -44,6 +44,12 @@ def test_the_sample_for_blackwell_meets_what_is_asked_of_it():
     )
     assert any(p.causal and p.seqlen_q > p.seqlen_k for p in problems), "rows that see no key"
     assert any(p.causal and p.seqlen_q < p.seqlen_k for p in problems)
+
+
+def test_about_half_of_the_sampled_backwards_are_of_a_pair():
+    cases = sample(BWD_SM100.whole, domain=BWD_SM100)
+    assert 0.4 <= sum(case.variant.config.use_2cta for case in cases) / len(cases) <= 0.6
+    assert {case.problem.deterministic for case in cases if case.variant.config.use_2cta} == {False, True}
 
 
 @pytest.mark.parametrize("domain", DOMAINS, ids=lambda d: d.family)
