@@ -38,7 +38,7 @@ test: setup
 verify-all: setup
 	$(BIN)/python -m pytest -n auto --whole-sample tests/emulated/test_sampled.py tests/emulated/test_hardware.py
 
-# An extra, some 25 minutes of one core: 500 sampled variants of flash_fwd_sm100 compile as they promise.
+# An extra, some 25 minutes over the number of cores: 500 sampled variants of flash_fwd_sm100 compile as they promise.
 compile-all: setup
 	PYTHONPATH=tests/compile:tests/emulated $(BIN)/python tests/compile/survey_sm100.py
 
