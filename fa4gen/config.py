@@ -172,7 +172,8 @@ class FlashFwdSm100Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is.
 
         Nothing here was measured: two Q tiles while TMEM and shared memory hold them, a ring as deep as fits, and the
-        share of the polynomial that balances MUFU against FMA, less what the MMA hides (see :mod:`fa4gen.bound`).
+        share of the polynomial that balances MUFU against FMA, less what the MMA hides (see :mod:`fa4gen.bound`). A pair
+        of CTAs where its 512 rows are there and see the same keys, and head dims make shared memory short.
         """
         structure: dict[str, Any] = (
             {"scheduler": "single", "tile_order": "longest_first"}
@@ -180,15 +181,15 @@ class FlashFwdSm100Config:
             else {"scheduler": "persistent", "tile_order": "linear"}
         )
         widest = max(problem.head_dim, problem.head_dim_v)
+        pair = problem.seqlen_q > 256 and not problem.causal
         if widest <= 64:
             # A quarter would balance MUFU and FMA, but fill nine of ten issue slots.
             return cls(kv_stages=6, exp2_poly_fraction=0.1875, **structure)
         if widest <= 128:
-            # K and V through shared memory once for 512 rows, where there are that many and all see the same keys.
-            pair = problem.seqlen_q > 256 and not problem.causal
             return cls(use_2cta=pair, kv_stages=6 if pair else 3, exp2_poly_fraction=0.09375, **structure)
         if problem.head_dim <= 192 and problem.head_dim_v <= 128:
-            return cls(kv_stages=2, epilogue="tma_over_q", exp2_poly_fraction=0.0625, **structure)
+            structure |= {"use_2cta": pair, "kv_stages": 5 if pair else 2}
+            return cls(epilogue="tma_over_q", exp2_poly_fraction=0.0625, **structure)
         one_tile: dict[str, Any] = {"q_stages": 1, "s_stages": 2, "softmax_regs": 208, "correction_regs": 112}
         return cls(tile_n=96, kv_stages=3, epilogue="tma_over_q", exp2_poly_fraction=0.0, **one_tile, **structure)
 
