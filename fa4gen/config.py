@@ -261,6 +261,8 @@ class FlashBwdSm100Config:
         do_stages: the same of dO and Δ. Latency hiding against shared memory.
         dq_stages: stages of 32 columns of dQ on their way to global memory, at most; the most that divide its columns
             are used. Depth of the reductions in flight against shared memory.
+        dq_at_once: a reduce thread takes its whole row of dQ into registers, which frees its place in TMEM early; else a
+            stage's columns at a time.
         dq_own_columns: dQ has TMEM columns of its own; else it lies where dP does (a pair's: where half of Sᵀ does),
             and what comes there next waits until dQ was read.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units (packed f32x2), not by
@@ -277,6 +279,7 @@ class FlashBwdSm100Config:
     q_stages: int = 2
     do_stages: int = 1
     dq_stages: int = 2
+    dq_at_once: bool = False
     dq_own_columns: bool = False
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
@@ -310,10 +313,10 @@ class FlashBwdSm100Config:
         structure: dict[str, Any] = {"tile_order": "longest_first" if problem.causal else "linear"}
         widest = max(problem.head_dim, problem.head_dim_v)
         if widest <= 64:
-            return cls(q_stages=3, do_stages=2, dq_own_columns=True, **structure)
+            return cls(q_stages=3, do_stages=2, dq_own_columns=True, dq_at_once=True, **structure)
         if widest <= 128 and problem.seqlen_k > (1024 if problem.causal else 128):
-            return cls(use_2cta=True, q_stages=1, do_stages=1, dq_stages=1, **structure)
-        return cls(**structure)
+            return cls(use_2cta=True, q_stages=1, do_stages=1, dq_stages=1, dq_at_once=True, **structure)
+        return cls(dq_at_once=True, reduce_regs=152, **structure)
 
 
 # Any family's config. All have tile_m, tile_n, exp2_poly_fraction and exp2_poly_degree, those of forward families

@@ -498,6 +498,8 @@ BWD_THREADS = 512
 # the load and MMA warps, by CTAs.
 COMPUTE_WORKING_REGISTERS = 64
 BWD_POLYNOMIAL_REGISTERS = 16
+# Of a reduce thread beside a whole row of dQ.
+DQ_WORKING_REGISTERS = 24
 MIN_REDUCE_REGISTERS = {1: 128, 2: 112}
 MIN_ISSUE_REGISTERS = {1: 88, 2: 112}
 
@@ -578,13 +580,16 @@ def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arc
             f"{arch.smem_per_cta}",
             {"needed": used, "available": arch.smem_per_cta},
         )
-    yield from _bwd_register_split(config, arch)
+    yield from _bwd_register_split(problem, config, arch)
 
 
-def _bwd_register_split(config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+def _bwd_register_split(problem: AttentionProblem, config: FlashBwdSm100Config, arch: Arch) -> Iterator[Rejection]:
     polynomial = BWD_POLYNOMIAL_REGISTERS if config.exp2_poly_fraction else 0
     compute = config.tile_m // 2 + COMPUTE_WORKING_REGISTERS + polynomial
-    for name, least in (("compute_regs", compute), ("reduce_regs", MIN_REDUCE_REGISTERS[config.ctas])):
+    reduce = MIN_REDUCE_REGISTERS[config.ctas]
+    if config.dq_at_once:
+        reduce = max(reduce, padded_v(problem.head_dim, config) // config.ctas + DQ_WORKING_REGISTERS)
+    for name, least in (("compute_regs", compute), ("reduce_regs", reduce)):
         value = getattr(config, name)
         if value % 8 or not least <= value <= MAX_SETMAXNREG:
             yield Rejection(

@@ -125,6 +125,7 @@ def reduce_rows(
     target: cute.Tensor,
     read: cute.Pointer,
     thread: Int32,
+    at_once: cutlass.Constexpr[bool],
     rank: cutlass.Constexpr[object] = None,
     semaphore=None,
     turn=None,
@@ -133,23 +134,27 @@ def reduce_rows(
 
     ``sStage`` (32, some columns, stages): the warp's own staging; ``staged`` and ``target``: it and the rows in global
     memory as ``tma`` takes them, mode 1 stage or column tile. One arrival at ``read`` (``rank`` as for
-    :func:`arrive_warp`) once the accumulator is in registers. ``semaphore``, ``turn``: nothing is added before the
-    Int32 in global memory counts ``turn``; it counts one more when all is.
+    :func:`arrive_warp`) once the accumulator is in registers: whole rows if ``at_once``, else a stage's columns at a
+    time. ``semaphore``, ``turn``: nothing is added before the Int32 in global memory counts ``turn``; it counts one
+    more when all is.
     """
     width, stages = const_expr(cute.size(sStage, mode=[1])), const_expr(cute.size(sStage, mode=[2]))
+    held = const_expr(columns if at_once else width)
+    values = cute.make_rmem_tensor((held,), Float32)
     for c in cutlass.range_constexpr(0, columns, width):
         stage = const_expr(c // width % stages)
-        values = cute.make_rmem_tensor((width,), Float32)
-        load_row(base, column + c, values, thread)
-        cute.arch.fence_view_async_tmem_load()
-        if const_expr(c + width == columns):
-            arrive_warp(read, rank)
+        if const_expr(c % held == 0):
+            for first in cutlass.range_constexpr(0, held, width):
+                load_row(base, column + c + first, _part(values, first, width), thread)
+            cute.arch.fence_view_async_tmem_load()
+            if const_expr(c + held == columns):
+                arrive_warp(read, rank)
         # The reduction that last read this stage.
         cute.arch.cp_async_bulk_wait_group(stages - 1, read=True)
         cute.arch.sync_warp()
         for v in cutlass.range_constexpr(0, width, 4):
-            to = cute.local_tile(sStage[None, None, stage], (1, 4), (thread % 32, v // 4))
-            cute.autovec_copy(cute.make_tensor(values.iterator + v, cute.make_layout((1, 4), stride=(0, 1))), to)
+            four = cute.make_tensor(values.iterator + (c % held + v), cute.make_layout((1, 4), stride=(0, 1)))
+            cute.autovec_copy(four, cute.local_tile(sStage[None, None, stage], (1, 4), (thread % 32, v // 4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if const_expr(semaphore is not None and c == 0):
@@ -178,8 +183,8 @@ def load_statistics(source: cute.Pointer, target: cute.Pointer, barrier: cute.Po
         cute.copy(atom, source, target, mbar_ptr=barrier)
 
 
-def _part(values: cute.Tensor, first: int) -> cute.Tensor:
-    return cute.make_tensor(values.iterator + first, cute.make_layout(_PIECE))
+def _part(values: cute.Tensor, first: int, size: int = _PIECE) -> cute.Tensor:
+    return cute.make_tensor(values.iterator + first, cute.make_layout(size))
 
 
 @cute.jit
