@@ -50,6 +50,7 @@ class _KnobText(StrictModel):
 class _SpaceText(StrictModel):
     family: str
     knobs: dict[str, _KnobText]
+    start: list[dict[str, Choice]] = []
 
 
 def read_yaml(path: Path, model: type[Model]) -> Model:
@@ -103,11 +104,13 @@ class SearchSpace:
     """The knobs of one family, in the order of their file.
 
     A config is canonical when each inactive knob has its default: two canonical configs differ where their kernels do.
-    Every method returns canonical configs. Feasibility is not looked at here.
+    Every method returns canonical configs. Feasibility is not looked at here. ``start``: knob values, off the knobs'
+    defaults, of configs that led somewhere before.
     """
 
     family: Family
     knobs: tuple[Knob, ...]
+    start: tuple[tuple[tuple[str, Choice], ...], ...] = ()
 
     @classmethod
     def load(cls, family: Family) -> SearchSpace:
@@ -138,7 +141,10 @@ class SearchSpace:
                 knobs.append(_knob(name, knob_text, types[name], [k.name for k in knobs]))
             except ValueError as error:
                 raise UsageError(f"{path}: knob {name!r}: {error}") from None
-        space = cls(family, tuple(knobs))
+        for number, values in enumerate(text.start, start=1):
+            if unknown := sorted(set(values) - set(types)):
+                raise UsageError(f"{path}: start {number}: unknown knob {unknown[0]!r}")
+        space = cls(family, tuple(knobs), tuple(tuple(values.items()) for values in text.start))
         space._probe(path)
         return space
 
@@ -167,6 +173,12 @@ class SearchSpace:
         wanted = self.family.config_type.default(problem)
         held = {k.name: getattr(wanted, k.name) for k in self.knobs if getattr(wanted, k.name) in k.choices}
         return self.config(held, problem)
+
+    def starting_points(self, problem: AttentionProblem) -> list[Config]:
+        """The configs of :attr:`start` for ``problem``, as far as the space has their choices: what a search tries before
+        it proposes its own."""
+        configs = dict.fromkeys(self.config(dict(values), problem) for values in self.start)
+        return [config for config in configs if config in self]
 
     def __contains__(self, config: Config) -> bool:
         """Whether every knob of ``config`` is among its choices."""

@@ -106,7 +106,9 @@ def tune_problem(
     seeds: Iterable[Config] = (),
     observer: Observer | None = None,
 ) -> TuneResult:
-    """Finds the fastest config for ``problem`` on ``bench``. ``seeds`` are tried first, after the default.
+    """Finds the fastest config for ``problem`` on ``bench``.
+
+    Tried first are the default, ``seeds`` and the starting points of the space.
 
     Safe to kill: a second call goes on. On KeyboardInterrupt the measurements that run are finished and saved, what
     was in flight waits in the study, and the exception goes through; the bench stays open.
@@ -312,7 +314,7 @@ class _Search:
 
     def _enqueue(self, seeds: Iterable[Config]) -> None:
         known = {*self._ledger.times(), *self._ledger.running(), *self._ledger.waiting()}
-        for seed in (self._default, *seeds):
+        for seed in (self._default, *seeds, *self._space.starting_points(self._problem)):
             if seed not in self._space:
                 continue
             config = self._space.config(vars(seed), self._problem)

@@ -221,3 +221,16 @@ def test_bad_presets(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         load_presets(path)
     assert str(path) in str(caught.value)
+
+
+def test_starting_points_are_canonical_configs_of_the_space(tmp_path: Path) -> None:
+    for problem in (MHA, GQA):
+        points = SPACE.starting_points(problem)
+        assert points and len(set(points)) == len(points)
+        assert all(p in SPACE and SPACE.config(vars(p), problem) == p for p in points)
+    narrowed = text()
+    narrowed["knobs"]["tile_n"]["choices"] = [128]
+    narrowed["knobs"]["tile_n"]["default"] = 128
+    assert {p.tile_n for p in load(tmp_path, narrowed).starting_points(MHA)} == {128}
+    with pytest.raises(UsageError, match="start 1: unknown knob 'tile_o'"):
+        load(tmp_path, {**text(), "start": [{"tile_o": 64}]})
