@@ -175,8 +175,8 @@ class SearchSpace:
         return self.config(held, problem)
 
     def starting_points(self, problem: AttentionProblem) -> list[Config]:
-        """The configs of :attr:`start` for ``problem``, as far as the space has their choices: what a search tries before
-        it proposes its own."""
+        """The configs of :attr:`start` for ``problem``, as far as the space has their choices. A search tries them
+        before it proposes its own."""
         configs = dict.fromkeys(self.config(dict(values), problem) for values in self.start)
         return [config for config in configs if config in self]
 
