@@ -15,6 +15,8 @@ w = scale dS, x = Q) has
 eta being the dtype's smallest subnormal, which fp16 needs: P of a row of 16 k keys is as small as its normal numbers.
 The limit is ``margin`` times the root of that without the thirds. In dS two large numbers may cancel, and what fp32
 leaves of them knows the row: ``CANCEL`` times ||dO|| (||v|| + ||O||), carried through P to dQ and dK, is added in full.
+A P below fp32's normal numbers may come out as 0 (ex2.approx.ftz) or a little wrong (a polynomial): ``FLUSHED`` is
+added to P there, and is what eta / 2 is at least.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ __all__ = [
 
 # fp32 roundings of a dot product of up to 256 terms, of the difference and of delta, of the product of norms.
 CANCEL = 2.0**-20
+FLUSHED = torch.finfo(torch.float32).tiny
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -160,7 +163,8 @@ def _of_queries(inputs: tuple[Tensor, ...], p: AttentionProblem, scale: float, r
         box = scale * (ds @ kb)
         v_norm, k_norm = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (vb, kb))
         o_norm, do_norm = (torch.linalg.vector_norm(t, dim=-1) for t in (ob, dob))
-        leftover = do_norm * ((weights @ (v_norm * k_norm)).squeeze(-1) + o_norm * (weights @ k_norm).squeeze(-1))
+        inexact = weights + FLUSHED / CANCEL
+        leftover = do_norm * ((inexact @ (v_norm * k_norm)).squeeze(-1) + o_norm * (inexact @ k_norm).squeeze(-1))
         seen = k_norm.square().sum((-2, -1)).unsqueeze(-1)
         spread = (ds.square_() @ k_norm.square()).squeeze(-1) * scale**2
         box_limit = _limit(p, spread, box, scale**2 * seen, p.head_dim) + scale * CANCEL * leftover
@@ -187,7 +191,8 @@ def _of_keys(inputs: tuple[Tensor, ...], p: AttentionProblem, scale: float, keys
         q_norm, do_norm, o_norm = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (qb, dob, ob))
         v_norm = torch.linalg.vector_norm(vb, dim=-1)
         across = do_norm * q_norm
-        leftover = v_norm * (weights.mT @ across).squeeze(-1) + (weights.mT @ (across * o_norm)).squeeze(-1)
+        inexact = weights.mT + FLUSHED / CANCEL
+        leftover = v_norm * (inexact @ across).squeeze(-1) + (inexact @ (across * o_norm)).squeeze(-1)
         box_dk, box_dv = scale * (ds.mT @ qb), weights.mT @ dob
         for x_norm, w, box, factor, out, limit in (
             (q_norm, ds, box_dk, scale**2, dk, dk_limit),
@@ -216,7 +221,7 @@ def _scores(
 def _limit(p: AttentionProblem, spread: Tensor, row: Tensor, seen: Tensor, dim: int) -> Tensor:
     """The limit without cancellation: ``spread`` is sum_j w_j^2 ||x_j||^2, ``seen`` sum_j ||x_j||^2."""
     tolerance, dtype = TOLERANCES[p.dtype], torch.finfo(TORCH_DTYPES[p.dtype])
-    eta = dtype.tiny * dtype.eps
+    eta = max(dtype.tiny * dtype.eps, 2 * FLUSHED)
     relative = (tolerance.unit + tolerance.slack) ** 2 * (spread + row.square().sum(-1))
     return tolerance.margin * (relative + (eta / 2) ** 2 * seen).sqrt() + eta * math.sqrt(dim)
 
