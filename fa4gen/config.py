@@ -310,7 +310,9 @@ class FlashBwdSm100Config:
         Nothing here was measured. Beyond a head dim of 64 shared memory bounds one CTA and no longer a pair (see
         :mod:`fa4gen.bound`), given keys for more than one CTA; under a causal mask a pair computes more of the diagonal.
         """
-        structure: dict[str, Any] = {"tile_order": "longest_first" if problem.causal else "linear"}
+        # In a fixed order the CTA that comes first to a block of queries should be the first to add to its dQ.
+        order = "shortest_first" if problem.deterministic else "longest_first"
+        structure: dict[str, Any] = {"tile_order": order if problem.causal else "linear"}
         widest = max(problem.head_dim, problem.head_dim_v)
         if widest <= 64:
             return cls(q_stages=3, do_stages=2, dq_own_columns=True, dq_at_once=True, **structure)
