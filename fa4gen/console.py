@@ -147,6 +147,8 @@ def efficiency(row: Row, device: Device) -> str:
         return "nothing to do"
     share = 100 * limits.microseconds / row.median_us
     text = f"{UNIT_NAMES[limits.unit]}: {share:.0f} % of its {us(limits.microseconds)} at {limits.clock_mhz:.0f} MHz"
+    if row.source.value == "predicted":
+        return f"{text}, predicted"
     clock = row.provenance.clock_mhz
     if clock and clock != limits.clock_mhz:
         there = bound(row.problem, row.config, replace(measured_on, clock_mhz=clock))
@@ -175,7 +177,8 @@ def row_facts(row: Row, device: Device) -> list[tuple[str, Any]]:
         found.append(("default", f"{timed(row.default_us, row.source)} ({percent(row.default_us / row.median_us)})"))
     if row.runner_up:
         changes = changes_text(row.runner_up.config, default)
-        found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}: {changes}"))
+        mark = "" if row.source.value == "measured" else " predicted"
+        found.append(("runner-up", f"{percent(1 + row.runner_up.gap)}{mark}: {changes}"))
     if len(row.shortlist) > 1:
         others = (changes_text(config, default) for config in row.shortlist[1:])
         found += [("" if index else "measure too", text) for index, text in enumerate(others)]
