@@ -216,6 +216,10 @@ class FlashBwdSm90Config:
         dq_swap_ab: dQᵀ = Kᵀ dSᵀ in place of dQ = dS K, which a tile_m that is no multiple of 64 needs.
         dq_store: how dQ is added to its sum: "bulk" stages it in shared memory for a bulk reduction; "registers" issues
             vector reductions, no shared memory but 4 instructions for 16 registers.
+        step_order: "s_ahead" issues S of the next step before dQ of this one is done, which costs tile_m / 2 registers;
+            "drained" ends a step with all its MMAs done, dQ stored under dK: room for a larger tile_m or mma_dk_is_rs.
+        query_order: in which order a CTA takes its blocks of queries. "rotated": the CTAs of a head begin at different
+            ones, so that they do not all add to the same part of dQ at the same time, nor find the same Q in L2.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units, not by MUFU.
         exp2_poly_degree: degree of that polynomial: accuracy against FMA issue slots.
         tile_order: "linear" walks key blocks, heads, batches; "longest_first" takes the key blocks that most queries
@@ -233,6 +237,8 @@ class FlashBwdSm90Config:
     mma_dk_is_rs: bool = False
     dq_swap_ab: bool = False
     dq_store: str = "bulk"
+    step_order: str = "s_ahead"
+    query_order: str = "ascending"
     exp2_poly_fraction: float = 0.0
     exp2_poly_degree: int = 3
     tile_order: str = "linear"
@@ -242,9 +248,10 @@ class FlashBwdSm90Config:
     def default(cls, problem: AttentionProblem) -> FlashBwdSm90Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is."""
         if max(problem.head_dim, problem.head_dim_v) <= 64:
-            return cls(tile_m=128, ds_from_rounded_p=True)
+            # Measured on an H200 at 1 k to 16 k tokens: 2 % better under a causal mask, 3 % worse without.
+            return cls(tile_m=128, ds_from_rounded_p=True, dq_store="registers" if problem.causal else "bulk")
         if max(problem.head_dim, problem.head_dim_v) <= 128:
-            return cls(tile_m=64)
+            return cls(tile_m=64, ds_stages=1)  # measured: warpgroups in step, 2 to 9 % faster than with two slots
         return cls(warpgroup_split="columns", tile_n=64, ds_stages=1, dq_store="registers")
 
 

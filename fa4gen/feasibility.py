@@ -33,6 +33,8 @@ __all__ = [
     "tmem_columns",
 ]
 
+ForwardConfig = FlashFwdSm90Config | FlashFwdSm100Config
+
 # log2 of the largest finite P: 2^rescale_threshold must leave room below it.
 MAX_EXPONENT = {"bf16": 127, "fp16": 15}
 # Registers of a MMA thread beside S, O and P: pipeline states, descriptors, row statistics, addresses. Measured:
@@ -176,7 +178,7 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
     yield from _common_knobs(config, problem)
 
 
-def _common_knobs(config: Config, problem: AttentionProblem) -> Iterator[Rejection]:
+def _common_knobs(config: ForwardConfig, problem: AttentionProblem) -> Iterator[Rejection]:
     orders = ("linear", "longest_first", *["paired"] * isinstance(config, FlashFwdSm90Config))
     if config.tile_order not in orders:
         yield Rejection("tile_order", f"tile_order must be one of {', '.join(orders)}, got {config.tile_order!r}")
@@ -214,7 +216,7 @@ def _producer_registers(config: FlashFwdSm90Config | FlashBwdSm90Config) -> Iter
         )
 
 
-def _shared_memory(problem: AttentionProblem, config: Config, arch: Arch) -> Iterator[Rejection]:
+def _shared_memory(problem: AttentionProblem, config: ForwardConfig, arch: Arch) -> Iterator[Rejection]:
     needed = smem_bytes(problem.static, config)
     if needed > arch.smem_per_cta:
         yield Rejection(
@@ -225,7 +227,7 @@ def _shared_memory(problem: AttentionProblem, config: Config, arch: Arch) -> Ite
         )
 
 
-def _pack_gqa(problem: AttentionProblem, config: Config, most: int) -> Iterator[Rejection]:
+def _pack_gqa(problem: AttentionProblem, config: ForwardConfig, most: int) -> Iterator[Rejection]:
     """``most``: rows of Q that one TMA box loads, which must hold whole groups of heads."""
     if config.pack_gqa and (problem.gqa_ratio == 1 or most % problem.gqa_ratio):
         yield Rejection(
@@ -431,14 +433,15 @@ def _smem_bwd_sm90(static: StaticProblem, config: FlashBwdSm90Config) -> Iterato
 def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int:
     """Registers that a MMA thread needs: dK and dV beside what is live or in flight at the worse of two moments.
 
-    P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and the next S are
-    in flight, while dK still reads dS in registers.
+    P is computed: S, dP and rounded P, which takes the place of S if that is not used again. Or dQ and, unless drained,
+    the next S are in flight, while dK still reads dS in registers.
     """
     halves = 2 if config.warpgroup_split == "columns" else 1
     scores, operand = config.tile_m // 2 // halves, config.tile_m // 4 // halves
     dq = config.tile_m * padded_bwd(static.head_dim) // 256
     softmax = 2 * scores + (0 if config.ds_from_rounded_p else operand)
-    in_flight = dq + scores + (2 * operand if config.mma_dk_is_rs else 0)  # measured: ptxas keeps dS twice
+    in_flight = dq + (scores if config.step_order == "s_ahead" else 0)
+    in_flight += 2 * operand if config.mma_dk_is_rs else 0  # measured: ptxas keeps dS twice
     accumulators = (padded_bwd(static.head_dim) + padded_bwd(static.head_dim_v)) // 2 // halves
     return accumulators + max(softmax, in_flight) + BWD_WORKING_REGISTERS
 
@@ -448,9 +451,18 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
         value = getattr(problem, name)
         if value % 8 or not 8 <= value <= 256:
             yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
-    for name, choices in (("warpgroup_split", ("keys", "columns")), ("dq_store", ("bulk", "registers"))):
+    for name, choices in (
+        ("warpgroup_split", ("keys", "columns")),
+        ("dq_store", ("bulk", "registers")),
+        ("step_order", ("s_ahead", "drained")),
+        ("query_order", ("ascending", "rotated")),
+    ):
         if getattr(config, name) not in choices:
             yield Rejection(name, f"{name} must be {' or '.join(choices)}, got {getattr(config, name)!r}")
+    if config.query_order == "rotated" and problem.deterministic:
+        yield Rejection(
+            "query_order", "a deterministic backward adds to dQ in the order of keys: it needs ascending"
+        )
     by_columns = config.warpgroup_split == "columns"
     if config.tile_n != (64 if by_columns else 128):
         yield Rejection("tile_n", f"tile_n must be 128, or 64 if warpgroups split columns, got {config.tile_n}")
@@ -463,8 +475,8 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
             "tile_m must be 64 or 128, or with dq_swap_ab, which needs a head dim of 97 to 128, a multiple of 16, "
             f"got {config.tile_m}",
         )
-    # S of the next step is issued before dK of this one has read Q.
-    for name, least in (("q_stages", 2), ("do_stages", 1), ("ds_stages", 1)):
+    # S of the next step is issued before dK of this one has read Q, unless drained.
+    for name, least in (("q_stages", 2 if config.step_order == "s_ahead" else 1), ("do_stages", 1), ("ds_stages", 1)):
         value = getattr(config, name)
         if not least <= value <= 4:
             yield Rejection(name, f"{name} must be {least} to 4, got {value}")

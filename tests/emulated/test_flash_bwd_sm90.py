@@ -10,11 +10,11 @@ from fa4gen.config import FlashBwdSm90Config as Config
 from fa4gen.gradients import make_gradient_inputs
 from fa4gen.problem import AttentionProblem
 
-SWAPPED = Config(tile_m=80, ds_from_rounded_p=True, dq_swap_ab=True, ds_stages=1)
+SWAPPED = {"tile_m": 80, "ds_from_rounded_p": True, "dq_swap_ab": True, "ds_stages": 1}
 COLUMNS = {"warpgroup_split": "columns", "tile_n": 64, "ds_stages": 1, "dq_store": "registers"}
 CASES = {
     "d128_causal": ("b=1 h=2 s=200 d=128 causal", Config()),
-    "swapped_dq": ("b=1 h=1 sq=190 sk=270 d=128", SWAPPED),
+    "swapped_dq": ("b=1 h=1 sq=190 sk=270 d=128", Config(**SWAPPED)),
     "d64_wide": ("b=1 h=2 s=260 d=64 causal", Config(tile_m=128, ds_from_rounded_p=True, q_stages=3)),
     "ds_in_registers": ("b=1 h=1 s=256 d=64 causal", Config(mma_dk_is_rs=True, do_stages=1)),
     "grouped": ("b=1 h=4 hk=1 sq=100 sk=300 d=96 causal", Config(mma_dk_is_rs=True, tile_order="longest_first")),
@@ -25,6 +25,12 @@ CASES = {
     "d40_dv80": ("b=1 h=1 sq=70 sk=190 d=40 dv=80", Config(ds_stages=1)),
     "d256": ("b=1 h=1 sq=130 sk=100 d=256 causal", Config(**COLUMNS)),
     "d192_dv128": ("b=1 h=2 hk=1 sq=100 sk=70 d=192 dv=128", Config(tile_m=128, do_stages=1, **COLUMNS)),
+    "drained": (
+        "b=1 h=2 hk=1 sq=190 sk=270 d=128",
+        Config(**{**SWAPPED, "step_order": "drained", "mma_dk_is_rs": True, "q_stages": 1}),
+    ),
+    "drained_columns": ("b=1 h=1 sq=70 sk=100 d=256 causal", Config(step_order="drained", **COLUMNS)),
+    "rotated": ("b=1 h=4 hk=2 s=260 d=64 causal", Config(query_order="rotated", ds_stages=1)),
     "one_query": ("b=3 h=1 sq=1 sk=1 d=128", Config()),
 }
 
