@@ -180,8 +180,10 @@ class MBarrierWait(Wait):
         machine.mbarrier_waits += len(f.warps)
         if machine.races:
             for row, warp in enumerate(f.warps.tolist()):
-                for barrier, *_ in tokens[row]:
+                for barrier, phase, parity, _ in tokens[row]:
                     machine.races.barrier_use(warp, barrier)
+                    if parity:
+                        machine.races.barrier_wait(warp, barrier, phase)
 
     @staticmethod
     def _done(entry: tuple[MBarrier, int, bool, int]) -> bool:

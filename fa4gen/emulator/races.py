@@ -2,11 +2,13 @@
 
 Agents are warps, and what runs beside them: a warp's wgmma, the reads and the writes of its bulk stores, and the loads
 that signal one mbarrier. An access is stamped (agent, time). It must know the last write, and a write every read, of
-what it touches; knowledge travels with barriers, waits and fences. Each warp keeps three clocks:
+what it touches; knowledge travels with barriers, waits and fences. Each warp keeps four clocks:
 
 - ``ORDER``: what happened before, for accesses through the generic proxy and against finished asynchronous ones;
 - ``PROXY``: which generic writes the asynchronous proxy sees too: ``fence.proxy.async`` copies ``ORDER`` there;
-- ``INIT``: which mbarrier initialisations ``fence.mbarrier_init`` has made visible to the cluster.
+- ``INIT``: which mbarrier initialisations ``fence.mbarrier_init`` has made visible to the cluster;
+- ``CAUSE``: what happened before although nothing makes its memory visible: what the issuers of finished asynchronous
+  operations knew. Phases of barriers follow each other by it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Races", "Stamp"]
 
-ORDER, PROXY, INIT = range(3)
+ORDER, PROXY, INIT, CAUSE = range(4)
+CLOCKS = 4
 # Agent 0 is everything that CTAs which are gone have done: nobody knows of it, unless through an atomic.
 PAST = 0
 WARP, WGMMA, BULK_READ, BULK_WRITE, TMEM_LOAD, TMEM_STORE, MMA = range(7)
@@ -102,11 +105,11 @@ class Races:
             shadow.retire()
         self.size = 1 + KINDS * self.warps + 64 * len(machine.ctas)
         for key in self.atomics:
-            past = np.zeros((3, self.size), np.int32)
+            past = np.zeros((CLOCKS, self.size), np.int32)
             past[:, PAST] = 1
             self.atomics[key] = past
         self.agents = 1 + KINDS * self.warps
-        self.clocks = np.zeros((self.warps, 3, self.size), np.int32)
+        self.clocks = np.zeros((self.warps, CLOCKS, self.size), np.int32)
         own = np.arange(self.warps)
         self.clocks[own, ORDER, 1 + own] = 1
         self.fenced = np.zeros_like(self.clocks)
@@ -158,8 +161,30 @@ class Races:
         if lanes is not None and (self.unmet[warp] & ~lanes).any():
             known = known.copy()
             known[:, 1 + warp] = np.minimum(known[:, 1 + warp], self.met[warp])
+        if not relaxed:
+            self._arrive(barrier, 1 + warp, int(known[ORDER, 1 + warp]), known)
         barrier.arriving = known.copy() if barrier.arriving is None else np.maximum(barrier.arriving, known)
         self.clocks[warp, ORDER, 1 + warp] += 1
+
+    def _arrive(self, barrier: MBarrier | CountedBarrier, agent: int, time: int, known: np.ndarray) -> None:
+        """An arrival must know all of the phase before: else it may come earlier and count there."""
+        for other, then in barrier.arrivals[1].items():
+            if other != agent and then > max(known[ORDER, other], known[CAUSE, other]):
+                raise RaceError(
+                    f"{self.name(agent)} arrives at {barrier}, and may do so a phase too early: nothing tells it that "
+                    f"{self.name(other)} arrived in the phase before"
+                )
+        barrier.arrivals[0][agent] = time
+
+    def barrier_wait(self, warp: int, barrier: MBarrier, parity: int) -> None:
+        """Who waits for a phase must know all of the phase before: that of the last but one has the same parity."""
+        completed = (barrier.phase & 1) != (parity & 1)
+        for other, then in barrier.arrivals[1 + completed].items():
+            if then > max(self.clocks[warp, ORDER, other], self.clocks[warp, CAUSE, other]):
+                raise RaceError(
+                    f"{self.name(1 + warp)} waits for {barrier}, and may take an older phase for it: nothing tells it "
+                    f"that {self.name(other)} arrived in the phase before the one waited for"
+                )
 
     def acquire(self, warp: int, barrier: MBarrier | CountedBarrier) -> None:
         if barrier.released is not None:
@@ -252,8 +277,10 @@ class Races:
 
     def load_finished(self, stamp: Stamp, barrier: MBarrier) -> None:
         """Whoever waits for the barrier's phase will know of the load."""
-        arriving = np.zeros((3, self.size), np.int32) if barrier.arriving is None else barrier.arriving.copy()
+        self._arrive(barrier, stamp.agent, stamp.time, stamp.known)
+        arriving = np.zeros((CLOCKS, self.size), np.int32) if barrier.arriving is None else barrier.arriving.copy()
         arriving[:INIT, stamp.agent] = np.maximum(arriving[:INIT, stamp.agent], stamp.time)
+        arriving[CAUSE] = np.maximum(arriving[CAUSE], stamp.known[[ORDER, CAUSE]].max(axis=0))
         barrier.arriving = arriving
 
     def bulk_issued(self, warp: int) -> Stamp:
@@ -348,7 +375,8 @@ class Races:
             visits[agent] = max(visits.get(agent, 0), time)
         # Behind the MMAs is all that they waited for; what the issuer did itself is not.
         known = self.clocks[warp].copy()
-        known[:, 1 + warp] = 0
+        known[:CAUSE, 1 + warp] = 0
+        known[CAUSE] = self.clocks[warp, [ORDER, CAUSE]].max(axis=0)
         return Stamp(agent, time, known)
 
     def mma_reads_shared(self, stamp: Stamp, granules: np.ndarray) -> None:
@@ -509,7 +537,7 @@ class Races:
 
     def _atomic(self, warp: int, key: tuple[int, int], order: str) -> None:
         """An atomic both takes and gives; relaxed, only together with fences."""
-        place = self.atomics.setdefault(key, np.zeros((3, self.size), np.int32))
+        place = self.atomics.setdefault(key, np.zeros((CLOCKS, self.size), np.int32))
         known = self.clocks[warp]
         np.maximum(self.observed[warp], place, out=self.observed[warp])
         if order in ACQUIRING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +73,8 @@ class Schedule:
 class MBarrier:
     """An mbarrier in shared memory. ``phase`` counts completed phases; ``tx`` may go negative.
 
-    ``arriving`` and ``released`` are the race detector's clocks of the running and of the last completed phase.
+    The race detector's: ``arriving`` and ``released``, clocks of the running and of the last completed phase, and
+    ``arrivals``, who came when, of the running phase and of the two before it.
     """
 
     flat: int
@@ -83,6 +84,7 @@ class MBarrier:
     tx: int = 0
     arriving: Any = None
     released: Any = None
+    arrivals: tuple[dict[int, int], ...] = field(default_factory=lambda: ({}, {}, {}))
     agent: int = -1
 
     def settle(self) -> None:
@@ -95,6 +97,7 @@ class MBarrier:
             self.phase += 1
             self.pending = self.count
             self.released = self.arriving
+            self.arrivals = ({}, *self.arrivals[:2])
 
     def __str__(self) -> str:
         return (
@@ -115,6 +118,7 @@ class CountedBarrier:
     exited: int = 0
     arriving: Any = None
     released: Any = None
+    arrivals: tuple[dict[int, int], ...] = field(default_factory=lambda: ({}, {}))
 
     def settle(self) -> None:
         """Completes if enough threads came. ``members`` and ``exited`` are threads."""
@@ -125,6 +129,7 @@ class CountedBarrier:
             self.arrived = 0
             self.generation += 1
             self.released, self.arriving = self.arriving, None
+            self.arrivals = ({}, self.arrivals[0])
 
     def __str__(self) -> str:
         need = self.members - self.exited if self.expected is None else self.expected

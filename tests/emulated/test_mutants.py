@@ -1,27 +1,29 @@
-"""A sample of mutants of the forward kernels: what synchronises is missed when it is gone."""
+"""A sample of mutants of the kernels: what synchronises is missed when it is gone."""
 
 from __future__ import annotations
 
 import mutation
 import pytest
-from test_flash_fwd_sm90 import CASES
 
 from fa4gen.emulator.executor import load
 
-# Kinds whose every mutant of these kernels must be noticed. Not among them: the turn of pingpong warpgroups (their
-# order is for speed), a second wgmma.fence with no register access since the first, the last release of a stage.
+# Kinds whose every mutant of these kernels must be noticed. Not among them: a second wgmma.fence with no register
+# access since the first, waits that others imply, bar.warp.sync where the warp has met (see docs/emulator.md).
 ALWAYS_CAUGHT = {
     "mbarrier.init", "mbarrier.arrive.expect_tx", "fence.mbarrier_init", "fence.proxy", "wgmma.commit_group",
-    "wgmma.wait_group", "cp.commit_group", "cp.wait_group", "bar.warp.sync", "barrier.cluster.arrive",
+    "wgmma.wait_group", "barrier.cluster.arrive", "tcgen05.commit", "tcgen05.wait::st",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "sms", "every"), [("pingpong", 3, 4), ("p_in_smem", 3, 4), ("multicast", 4, 5)])
-def test_most_mutants_are_caught(build, case, sms, every):
-    artifact, problem = build(*CASES[case])
-    compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
-    assert mutation.judge(compiled, problem, sms) == ("", "")
-    outcomes = [o for o in mutation.survey(compiled, problem, sms, every) if o.how != "not run"]
+@pytest.mark.parametrize(
+    ("name", "every"), [("sm_90 pingpong", 4), ("sm_90 cooperative", 4), ("sm_90 cluster", 5), ("sm_100 one tile", 8)]
+)
+def test_most_mutants_are_caught(compiled, name, every):
+    subject = mutation.SUBJECTS[name]
+    artifact = compiled(subject.variant)
+    program = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
+    outcomes = list(mutation.survey(program, subject, every))
     survivors = [o for o in outcomes if not o.how]
+    assert not [o for o in outcomes if o.how == "not run"], "the problems reach all of the kernel"
     assert not [o for o in survivors if o.kind in ALWAYS_CAUGHT]
-    assert len(outcomes) > 8 and len(survivors) <= len(outcomes) // 4, survivors
+    assert len(outcomes) > 8 and len(survivors) <= len(outcomes) // 3, survivors

@@ -171,6 +171,42 @@ def test_loads_need_the_wait_and_the_init_fence():
         run_ptx(COPY_IN.replace("fence.mbarrier_init.release.cluster;", "") + use, data, races=True)
 
 
+TWO_PHASES = """
+    and.b32 %r3, %r0, 31; setp.ne.u32 %p1, %r3, 0; shr.u32 %r4, %r0, 5; setp.ne.u32 %p2, %r4, 0;
+    setp.ne.u32 %p3, %r0, 0;
+    @%p3 bra armed;
+    mbarrier.init.shared.b64 [%r1], {count}; fence.mbarrier_init.release.cluster;
+    armed: bar.sync 0;
+    {body}
+"""
+WAIT_PHASE = """{label}:
+    mbarrier.try_wait.parity.shared.b64 %p9, [%r1], {phase}, 10000000; @!%p9 bra {label};
+"""
+
+
+def test_an_arrival_must_know_the_phase_before():
+    arrive = "@!%p1 mbarrier.arrive.shared.b64 _, [%r1];"
+    first = WAIT_PHASE.format(label="first", phase=0)
+    run_ptx(TWO_PHASES.format(count=2, body=arrive + first + arrive), threads=64, races=True)
+    with pytest.raises(RaceError, match="may do so a phase too early: nothing tells it that warp"):
+        run_ptx(TWO_PHASES.format(count=2, body=arrive + arrive), threads=64, races=True)
+
+
+def test_a_wait_must_know_the_phase_before():
+    """Warp 1 waits for the second phase, whose parity is also that of a barrier that nobody has arrived at."""
+    first, second = (WAIT_PHASE.format(label=f"phase{phase}", phase=phase) for phase in (0, 1))
+    arrive, meet = "@!%p1 mbarrier.arrive.shared.b64 _, [%r1];", "bar.sync 1, 64;"
+    body = "@%p2 bra waits; {arrive}{meet}{arrive}{told} bra end; waits: {waits} end:"
+    good = body.format(arrive=arrive, meet=meet, told="", waits=first + meet + second)
+    run_ptx(TWO_PHASES.format(count=1, body=good), threads=64, races=True)
+    # Relaxed, a flag tells of no more than itself.
+    told = "st.relaxed.gpu.global.b32 [%rd40], 1;"
+    hears = "hears: ld.relaxed.gpu.global.b32 %r5, [%rd40]; setp.eq.s32 %p4, %r5, 0; @%p4 bra hears;"
+    bad = body.format(arrive=arrive, meet="", told=told, waits=hears + second)
+    with pytest.raises(RaceError, match="may take an older phase for it: nothing tells it that warp 0"):
+        run_ptx(TWO_PHASES.format(count=1, body=bad), np.zeros(4, np.int32), threads=64, races=True)
+
+
 def test_two_ctas_writing_one_place_race_in_global_memory():
     body = "mul.wide.u32 %rd1, %r0, 4; add.s64 %rd1, %rd40, %rd1; st.global.b32 [%rd1], %r0;"
     for grid in (2, 16):  # 16 do not run together
