@@ -68,6 +68,13 @@ SM100 = Domain(
         *((64, 128), (128, 64), (72, 40), (192, 192), (136, 136)),
     ),
 )
+BWD_SM90 = Domain(
+    "flash_bwd_sm90",
+    (*((d, d) for d in (128, 64, 256, 96, 8, 192, 80, 112, 40, 16)), (192, 128), (64, 128), (128, 64), (72, 40)),
+    scores=120_000,
+    few=4,
+    whole=60,
+)
 BWD_SM100 = Domain(
     "flash_bwd_sm100",
     (*((d, d) for d in UP_TO_128), (64, 128), (128, 64), (72, 40), (64, 192)),
@@ -75,7 +82,7 @@ BWD_SM100 = Domain(
     few=8,
     whole=60,
 )
-DOMAINS = (SM90, SM100, BWD_SM100)
+DOMAINS = (SM90, SM100, BWD_SM90, BWD_SM100)
 
 
 @dataclass(frozen=True)
