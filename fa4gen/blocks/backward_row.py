@@ -105,12 +105,11 @@ def score_gradients(
 
 
 @cute.jit
-def store_gradients(gradients: cute.Tensor, sDS: cute.Tensor, key: Int32, first_query: Int32):
-    """``gradients``, 16-bit registers (n,), to row ``key`` of ``sDS`` (keys, queries) from ``first_query`` on. Visible
-    to the async proxy."""
+def store_gradients(gradients: cute.Tensor, sDS: cute.Tensor, key: Int32):
+    """``gradients``, 16-bit registers (n,), to row ``key`` of ``sDS`` (keys, n). Visible to the async proxy."""
     for v in cutlass.range_constexpr(0, cute.size(gradients), 8):
-        target = cute.local_tile(sDS, (1, 8), (key, (first_query + v) // 8))
-        cute.autovec_copy(cute.make_tensor(gradients.iterator + v, cute.make_layout((1, 8), stride=(0, 1))), target)
+        eight = cute.make_tensor(gradients.iterator + v, cute.make_layout((1, 8), stride=(0, 1)))
+        cute.autovec_copy(eight, cute.local_tile(sDS, (1, 8), (key, v // 8)))
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
