@@ -34,6 +34,7 @@ FITTED: Mapping[str, tuple[float, float]] = {
     "named_barrier": (5, 100),
     "mma_drain": (2, 150),
     "shuffle_latency": (15, 60),
+    "fence": (10, 400),
     "l2_bytes": (20, 120),
     "load_latency": (200, 2000),
     "fresh_latency": (100, 4000),
@@ -109,22 +110,14 @@ def choose(recorded: RecordedProblem, count: int, rng: random.Random) -> dict[Co
     return {config: times[config] for config in list(dict.fromkeys([*list(times)[:1], *fastest[:6], *others]))[:count]}
 
 
-def clock_line(winners: Sequence[tuple[Case, float]], device: Device) -> tuple[float, float]:
-    """(base, slope) in GHz of the clock under load, from cells' fastest configs with the clocks (MHz) they ran at.
-
-    A least-squares line over tensor core utilisation, through the cells that ran below the device's maximum.
+def clock_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(base, slope) in GHz of the clock under load: the least-squares line through (tensor core utilisation, GHz).
 
     Raises:
-        UsageError: fewer than two of those.
+        UsageError: fewer than two points.
     """
-    points = []
-    for case, clock_mhz in winners:
-        if clock_mhz < 0.995 * device.clock_mhz:
-            guess = predict(case.traced, case.problem, device, Constants())
-            work = guess.busy["tensor"] * guess.cycles
-            points.append((work / (case.measured_us * clock_mhz), clock_mhz / 1000))
     if len(points) < 2:
-        raise UsageError("the clock's line needs two cells that ran below the maximum clock")
+        raise UsageError("the clock's line needs two kernels whose cycles were counted and which were timed")
     utilisation, clock = np.array(points).T
     slope, base = np.polyfit(utilisation, clock, 1)
     return float(f"{base:.4g}"), float(f"{-slope:.4g}")

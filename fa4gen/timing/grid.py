@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 
 from fa4gen.bound import steps_per_tile
-from fa4gen.config import Config
+from fa4gen.config import Config, FlashFwdSm90Config
 from fa4gen.problem import DTYPE_BYTES, AttentionProblem
 
-__all__ = ["cluster_size", "is_persistent", "makespan", "tile_steps", "turns"]
+__all__ = ["cluster_size", "is_persistent", "is_static", "makespan", "tile_steps", "turns"]
 
 # blocks/scheduler.py: K and V of the heads that longest-first walks together.
 _L2_SECTION_BYTES = 16 << 20
@@ -26,18 +26,26 @@ def is_persistent(config: Config) -> bool:
     return getattr(config, "persistent", getattr(config, "scheduler", "single") != "single")
 
 
+def is_static(config: Config) -> bool:
+    """Whether a persistent CTA's tiles are known beforehand: dealt out in turn."""
+    return is_persistent(config) and not getattr(config, "dynamic_tiles", getattr(config, "scheduler", "") == "clc")
+
+
 def tile_steps(problem: AttentionProblem, config: Config) -> list[float]:
     """K/V steps of every tile in the order of its index: at least one a tile.
 
-    "linear": M blocks innermost. "longest_first": sections of heads, in each the M blocks from the last to the first.
-    "paired": of each head the last M block and the first, the last but one and the second, and so on.
+    "linear": M blocks innermost; a static persistent kernel of sm_90 starts one further in each head. "longest_first":
+    sections of heads, in each the M blocks from the last to the first. "paired": of each head the last M block and the
+    first, the last but one and the second, and so on.
     """
     blocks = [max(steps, 1) for steps in steps_per_tile(problem, config)]
     cluster = cluster_size(config)
     blocks += [blocks[-1]] * (-len(blocks) % cluster)
     rows = problem.batch * (problem.heads_kv if getattr(config, "pack_gqa", False) else problem.heads)
     if config.tile_order == "linear":
-        return blocks * rows
+        rotated = isinstance(config, FlashFwdSm90Config) and is_static(config)
+        starts = range(rows) if rotated else [0] * rows
+        return [blocks[(start + i) % len(blocks)] for start in starts for i in range(len(blocks))]
     if config.tile_order == "paired":
         return [block for pair in _pairs(blocks) for block in pair] * rows
     head_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]

@@ -13,7 +13,7 @@ from fa4gen.bound import steps_per_tile
 from fa4gen.config import Config
 from fa4gen.problem import AttentionProblem
 from fa4gen.timing.constants import Constants
-from fa4gen.timing.grid import cluster_size, is_persistent, makespan, tile_steps, turns
+from fa4gen.timing.grid import cluster_size, is_persistent, is_static, makespan, tile_steps, turns
 from fa4gen.timing.path import PathFinder
 from fa4gen.timing.sass_decode import decode
 from fa4gen.timing.simulator import SmProgram, SmResult, prepare, simulate
@@ -72,8 +72,8 @@ class Prediction:
     """``step``, ``tile`` and ``start``: cycles a K/V step, a tile beside its steps, and a CTA beside its tiles.
 
     ``instructions``: warp instructions of the launch; ``busy``: the share of ``cycles`` that each unit of the mean SM
-    is busy, and ``step_busy`` of ``step`` alone, by the names in :data:`UNITS`; ``clock_ghz``: what the chip is taken
-    to run at.
+    is busy, and ``step_busy`` of ``step`` alone, by the names in :data:`UNITS`; ``active``: the share of ``cycles`` in
+    which the mean SM has a CTA; ``clock_ghz``: what the chip is taken to run at.
     """
 
     microseconds: float
@@ -84,6 +84,7 @@ class Prediction:
     instructions: float
     busy: dict[str, float]
     step_busy: dict[str, float]
+    active: float
     clock_ghz: float
 
     @property
@@ -109,8 +110,8 @@ def trace_variant(artifact: Artifact, problem: AttentionProblem, config: Config)
     persistent = is_persistent(config)
 
     def simulated(tiles: int, seqlen_k: int) -> Sample:
-        small = _small(problem, config, tiles, seqlen_k)
-        traced = trace(artifact, small, cluster_size(config))
+        small = _small(problem, config, tiles * (_ctas_per_sm(config) if persistent else 1), seqlen_k)
+        traced = trace(artifact, small, cluster_size(config), config)
         keys = [tuple((t.kind, t.site) for t in tokens) for tokens in traced.warps]
         # Those that went through most of the code first: they tell loops apart for the others.
         roles = sorted(dict(zip(keys, traced.warps, strict=True)).items(), key=lambda role: -len(set(role[0])))
@@ -160,16 +161,18 @@ def predict(traced: TracedVariant, problem: AttentionProblem, device: Device, co
     cluster = cluster_size(config)
     units = device.sm_count * _ctas_per_sm(config) // cluster
     costs = [sum(tile + step * length for length in turn) for turn in turns(problem, config)]
-    cycles = start + makespan(costs, units, persistent and getattr(config, "scheduler", "") != "clc")
+    cycles = start + makespan(costs, units, is_static(config))
     ctas = min(units, len(costs)) * cluster if persistent else len(steps)
     work = of_step * sum(steps) + of_tile * len(steps) + of_start * ctas
+    instructions = float(work[_ISSUED])
     work /= _ctas_per_sm(config)  # of the simulated SM, which ran so many
     busy = _by_unit(work / device.sm_count, cycles)
     clock = min(device.clock_mhz / 1000, constants.clock_base - constants.clock_slope * busy["tensor"])
     hbm_us = problem.hbm_bytes / device.hbm_bytes_per_s * 1e6
     microseconds = constants.launch_us + max(cycles / clock / 1000, hbm_us)
     of_one = _by_unit(of_step, step)
-    return Prediction(microseconds, cycles, step, tile, start, float(work[_ISSUED]), busy, of_one, clock)
+    active = (sum(costs) / units + start) / cycles
+    return Prediction(microseconds, cycles, step, tile, start, instructions, busy, of_one, active, clock)
 
 
 def _shares(traced: TracedVariant, constants: Constants) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -118,7 +118,7 @@ def kinds_of(program: SmProgram) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _tables(
-    arch: Arch, kernel: SassKernel, mufu_latency: float, shuffle_latency: float, tmem_latency: float
+    arch: Arch, kernel: SassKernel, mufu_latency: float, shuffle_latency: float, tmem_latency: float, fence: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """(instructions, 8) of what the instructions need, and the latency of each one's scoreboard."""
     static = np.zeros((len(kernel.instructions), 8), np.int64)
@@ -129,7 +129,9 @@ def _tables(
         latency[number] = round(wait)
         write, read = (-1 if b == NO_BARRIER else b for b in (i.write_barrier, i.read_barrier))
         stores, commits = i.opcode.startswith("DEPBAR"), "gsb" in i.operands
-        static[number] = (pipe, hold, max(i.stall, 1), write, read, i.wait_mask, stores, commits)
+        fences = i.opcode.startswith("FENCE.VIEW.ASYNC") and not i.opcode.endswith(".T")
+        stall = max(i.stall, round(fence) if fences else 1)
+        static[number] = (pipe, hold, stall, write, read, i.wait_mask, stores, commits)
     return static, latency
 
 
@@ -145,7 +147,7 @@ def simulate(arch: Arch, constants: Constants, program: SmProgram, recorded: lis
         c.contention, c.mufu_contention, c.issue_cost, c.l2_bytes, c.load_latency, c.fresh_latency, c.store_latency,
         c.umma_start, c.umma_commit, c.next_tile_latency, float(arch.mma_flops), float(arch.smem_bytes_per_clock),
     )  # fmt: skip
-    static, latency = _tables(arch, p.kernel, c.mufu_latency, c.shuffle_latency, c.tmem_latency)
+    static, latency = _tables(arch, p.kernel, c.mufu_latency, c.shuffle_latency, c.tmem_latency, c.fence)
     kinds = np.bincount(p.tokens[p.token, _KIND], minlength=len(_KINDS))
     mmas, loads = int(kinds[_MMA] + kinds[_UMMA]), int(kinds[_LOAD])
     record = _Record(np.zeros(len(p.index), np.int64), np.zeros((mmas, 2)), np.zeros((loads, 2)), np.zeros(2, np.int64))

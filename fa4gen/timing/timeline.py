@@ -61,7 +61,7 @@ def timeline(traced: TracedVariant, constants: Constants, steps: float = STEPS) 
     Raises:
         Stuck: the simulated CTA deadlocks.
     """
-    sample, records = traced.samples[1], []
+    sample, records = traced.samples[1], list[Record]()
     result = simulate(traced.arch, constants, sample.program, records)
     (record,) = records
     length = min(result.cycles, round(steps * result.cycles / sample.steps))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa4gen.config import Config
 from fa4gen.emulator import Tensor, execute
 from fa4gen.emulator.cluster_launch import RESPONSE_BYTES
 from fa4gen.emulator.executor import load
@@ -138,14 +139,18 @@ class _Watcher(Machine):
 
     def mbarrier_arrive(self, f: Fiber, address: Any, count: Any, tx: Any, relaxed: bool, mask: Any) -> Any:
         self.position += 1
-        flats = dict(zip(map(tuple, self.lanes(f, mask).tolist()), self.shared_flat(f, address, 8, mask), strict=True))
-        lanes = (f.active if mask is None else mask).sum(axis=1)
-        for row, lane in self._active_rows(f, mask):
-            arrivals = 0 if count is None else int(at(count, row, lane)) * int(lanes[row])
+        sums: dict[tuple[int, int], list[int]] = {}  # (row, mbarrier) → arrivals and expected bytes of the warp's lanes
+        flats = self.shared_flat(f, address, 8, mask).tolist()
+        for (row, lane), flat in zip(self.lanes(f, mask).tolist(), flats, strict=True):
+            arrivals = 0 if count is None else int(at(count, row, lane))
             expected = 0 if tx is None else int(at(tx, row, lane))
-            self._signal(f, row, "expected", int(flats[row, lane]), expected)
-            barrier = self._signal(f, row, "arrivals", int(flats[row, lane]), arrivals)
-            self._note(f, "arrive", row, barrier, arrivals, expected)
+            self._signal(f, row, "expected", flat, expected)
+            of_warp = sums.setdefault((row, self._signal(f, row, "arrivals", flat, arrivals)), [0, 0])
+            of_warp[0] += arrivals
+            of_warp[1] += expected
+        for row in dict.fromkeys(row for row, _ in sums):  # one instruction is one token: for its own CTA, if it can be
+            barrier = max(barrier for r, barrier in sums if r == row)
+            self._note(f, "arrive", row, barrier, *sums[row, barrier])
         return super().mbarrier_arrive(f, address, count, tx, relaxed, mask)
 
     def barrier_arrive(self, f: Fiber, number: Any, threads: Any, mask: Any) -> Any:
@@ -238,20 +243,23 @@ class _Watcher(Machine):
         super().try_cancel(f, address, barrier, everywhere, mask)
 
 
-def trace(artifact: Any, problem: AttentionProblem, num_sms: int) -> Trace:
-    """Runs ``problem`` in the emulator. ``artifact``: a compiled variant; ``num_sms``: CTAs that run at a time.
+def trace(artifact: Any, problem: AttentionProblem, num_sms: int, config: Config | None = None) -> Trace:
+    """Runs ``problem`` in the emulator. ``artifact``: a compiled variant, ``config`` its config, which some need for a
+    workspace; ``num_sms``: CTAs that run at a time.
 
     Raises:
         EmulatorError: the kernel does something wrong, or something the emulator does not implement.
     """
-    from fa4gen.accuracy import default_scale, make_inputs, poisoned_outputs
+    from fa4gen.case import Case
 
     watcher: type[_Watcher] = type("Watcher", (_Watcher,), {})
-    o, lse = poisoned_outputs(problem)
-    inputs = zip("qkv", make_inputs(problem), strict=True)
-    arguments: list[Any] = [Tensor(x, name=name) for name, x in inputs]
-    arguments += [Tensor(o, True, "o"), *([] if lse is None else [Tensor(lse, True, "lse")])]
-    arguments += [default_scale(problem), num_sms]
+    case = Case.make(problem)
+    arguments: list[Any] = [Tensor(tensor, name=name) for name, tensor in case.inputs.items()]
+    arguments += [Tensor(tensor, True, name) for name, tensor in case.outputs.items()]
+    workspace = None if config is None else case.workspace(config)
+    if workspace is not None:
+        arguments.append(Tensor(workspace, name="workspace", scratch=True))
+    arguments += [case.scale, num_sms]
     compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
     with np.errstate(all="ignore"):
         execute(compiled, arguments, machine_type=watcher, resident=num_sms)

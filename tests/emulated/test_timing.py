@@ -164,5 +164,9 @@ def test_the_loss_is_least_where_the_times_came_from(build: Build) -> None:
     slower = replace(H200, contention=2 * H200.contention)
     assert loss([case], device, H200, H200) == pytest.approx(0, abs=1e-9)
     assert loss([case], device, slower, slower) > 0.01 and loss([case], device, H200, slower) > 0
-    with pytest.raises(UsageError, match="two cells"):
-        clock_line([(case, 1980.0), (case, 1700.0)], device)
+
+
+def test_the_clock_is_a_line_through_counted_kernels() -> None:
+    assert clock_line([(0.4, 1.8), (0.6, 1.7), (0.8, 1.6)]) == (2.0, 0.5)
+    with pytest.raises(UsageError, match="two kernels"):
+        clock_line([(0.4, 1.8)])
