@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
+from fa4gen.config import get_family
 from fa4gen.measure.base import Failure
 from fa4gen.measure.replay import Grid, ReplayMeasurer
 from fa4gen.problem import AttentionProblem
+from fa4gen.search_space import SearchSpace
 from fa4gen.tune.effort import QUICK
 from fa4gen.tune.objective import Bench
 from fa4gen.tune.study import Settings, tune_problem
@@ -30,16 +32,19 @@ from fa4gen.tune.study import Settings, tune_problem
 GOAL = 0.02
 
 
-def regrets(grid: Path, problem: AttentionProblem, trials: int, seeds: int) -> np.ndarray:
-    """(seeds,) of winner's median / best recorded median - 1."""
-    recorded = Grid.load(grid).problems[problem].trials
+def regrets(grid: Path, problem: AttentionProblem, trials: int, seeds: int, start: bool) -> np.ndarray:
+    """(seeds,) of winner's median / best recorded median - 1. ``start``: with the starting points of the space."""
+    loaded = Grid.load(grid)
+    recorded = loaded.problems[problem].trials
     medians = {config: float(np.median(times)) for config, times in recorded.items() if not isinstance(times, Failure)}
     best = min(medians.values())
     effort = dataclasses.replace(QUICK, trials=trials)
+    space = SearchSpace.load(get_family(problem.op, loaded.device.arch.name))
+    space = space if start else dataclasses.replace(space, start=())
     found = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder, Bench([ReplayMeasurer(grid)]) as bench:
-            settings = Settings(effort=effort, seed=seed, storage=Path(folder) / "studies.journal")
+            settings = Settings(effort=effort, seed=seed, space=space, storage=Path(folder) / "studies.journal")
             found.append(medians[tune_problem(problem, bench, settings).config] / best - 1)
     return np.array(found)
 
@@ -48,6 +53,7 @@ def main(
     grid: Annotated[Path, typer.Option(help="Recorded grid.")] = Path("tests/data/model_grid_h200.json.gz"),
     trials: Annotated[int, typer.Option(help="Trials a search.")] = 40,
     seeds: Annotated[int, typer.Option(help="Searches a problem.")] = 10,
+    start: Annotated[bool, typer.Option(help="Try the starting points first; some come from this grid.")] = True,
 ) -> None:
     """Prints a line a problem."""
     columns = ("configs", "mean regret", "worst", f"within {GOAL:.0%}", "seeds differ by")
@@ -55,7 +61,7 @@ def main(
     problems = list(Grid.load(grid).problems.items())
     console = Console()
     for problem, recorded in track(problems, "searching", console=Console(stderr=True)):
-        found = regrets(grid, problem, trials, seeds)
+        found = regrets(grid, problem, trials, seeds, start)
         spread = (1 + found.max()) / (1 + found.min()) - 1
         table.add_row(
             str(problem), str(len(recorded.trials)), f"{found.mean():.2%}", f"{found.max():.2%}",
