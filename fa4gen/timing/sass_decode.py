@@ -20,6 +20,7 @@ _LINE = re.compile(
 _LABEL = re.compile(r"^(\.L_x_\d+):\s*$")
 _SECTION = re.compile(r'^\s*\.section\s+\.text\.([\w$]+),"ax"')
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)|(?:^|\s)(0x[0-9a-f]+)\s*$")
+_TARGETS = re.compile(r"\.L_x_\d+")  # of an indirect branch, in nvdisasm's remark: BRANCH_TARGETS .L_x_1,.L_x_2
 _BRANCH_PREDICATE = re.compile(r"(?:^|\s)!?U?P(?:\d+|T)\b")
 # What control flow of these does is not modelled: kernels here have none.
 _OPAQUE = frozenset({"BRX", "BRXU", "JMX", "JMXU", "JMP"})
@@ -32,10 +33,11 @@ _TRAPS = frozenset({"CALL", "RET"})
 class Instruction:
     """One SASS instruction.
 
-    ``opcode`` has its modifiers; ``target`` is the index a branch goes to. ``stall``: cycles until the warp's next
-    issue; ``may_yield``: the scheduler may switch warps at no cost; ``write_barrier`` and ``read_barrier``: scoreboard
-    (0 to 5) released when the result is written or the operands are read, :data:`NO_BARRIER` for none; ``wait_mask``:
-    scoreboards that must be released before issue; ``reuse``: operand slots kept in the reuse cache.
+    ``opcode`` has its modifiers; ``target`` is the index a branch goes to, ``table`` those of an indirect one. ``stall``:
+    cycles until the warp's next issue; ``may_yield``: the scheduler may switch warps at no cost; ``write_barrier`` and
+    ``read_barrier``: scoreboard (0 to 5) released when the result is written or the operands are read,
+    :data:`NO_BARRIER` for none; ``wait_mask``: scoreboards that must be released before issue; ``reuse``: operand slots
+    kept in the reuse cache.
     """
 
     address: int
@@ -49,6 +51,7 @@ class Instruction:
     read_barrier: int
     wait_mask: int
     reuse: int
+    table: tuple[int, ...] = ()
 
     @property
     def base(self) -> str:
@@ -82,6 +85,8 @@ class SassKernel:
         following = (index + 1,) if index + 1 < len(self.instructions) else ()
         if instruction.base == "EXIT" or instruction.base in _TRAPS:
             return following if instruction.conditional else ()
+        if instruction.table:
+            return instruction.table
         if instruction.target is None:
             return following
         return (*following, instruction.target) if instruction.conditional else (instruction.target,)
@@ -133,7 +138,8 @@ def _instruction(found: re.Match[str], labels: dict[str, int], by_address: dict[
     """The upper word's bits 41 to 61: stall 4, yield 1 (0 hints a switch), write and read barrier 3 each, wait mask 6,
     reuse 4; the layout known since Volta."""
     base, operands = found["opcode"].partition(".")[0], found["operands"].strip()
-    if base in _OPAQUE or (base == "CALL" and "trap" not in operands):
+    table = tuple(labels[name] for name in _TARGETS.findall(operands) if name in labels) if base == "BRX" else ()
+    if (base in _OPAQUE and not table) or (base == "CALL" and "trap" not in operands):
         raise Fa4genError(f"{found['opcode']} at {found['address']}: indirect control flow is not decoded")
     target = None
     if base == "BRA":
@@ -155,4 +161,5 @@ def _instruction(found: re.Match[str], labels: dict[str, int], by_address: dict[
         read_barrier=control >> 8 & 7,
         wait_mask=control >> 11 & 63,
         reuse=control >> 17 & 15,
+        table=table,
     )

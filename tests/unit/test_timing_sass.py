@@ -63,6 +63,12 @@ def test_unknown_control_flow_is_refused(line: str) -> None:
         parse(text_of(line, ".L_x_0:", "EXIT"))
 
 
+def test_an_indirect_branch_goes_where_its_table_says() -> None:
+    branch = 'BRX R2 -0x890 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)'
+    kernel = kernel_of(branch, ".L_x_0:", "NOP", "EXIT", ".L_x_1:", "EXIT")
+    assert kernel.successors == ((1, 3), (2,), (), ())
+
+
 def test_a_call_that_traps_leads_nowhere() -> None:
     (kernel,) = parse(text_of("CALL.REL.NOINC `($__internal_0_$__cuda_sm10x_tcgen05_guardrail_trap_x)", "EXIT"))
     assert kernel.successors == ((), ())
