@@ -33,11 +33,11 @@ _TRAPS = frozenset({"CALL", "RET"})
 class Instruction:
     """One SASS instruction.
 
-    ``opcode`` has its modifiers; ``target`` is the index a branch goes to, ``table`` those of an indirect one. ``stall``:
-    cycles until the warp's next issue; ``may_yield``: the scheduler may switch warps at no cost; ``write_barrier`` and
-    ``read_barrier``: scoreboard (0 to 5) released when the result is written or the operands are read,
-    :data:`NO_BARRIER` for none; ``wait_mask``: scoreboards that must be released before issue; ``reuse``: operand slots
-    kept in the reuse cache.
+    ``opcode`` has its modifiers; ``target`` is the index a branch goes to, ``table`` those of an indirect one.
+    ``stall``: cycles until the warp's next issue; ``may_yield``: the scheduler may switch warps at no cost;
+    ``write_barrier`` and ``read_barrier``: scoreboard (0 to 5) released when the result is written or the operands are
+    read, :data:`NO_BARRIER` for none; ``wait_mask``: scoreboards that must be released before issue; ``reuse``: operand
+    slots kept in the reuse cache.
     """
 
     address: int
