@@ -238,11 +238,13 @@ class _Search:
         return finished
 
     def ranking(self, seeds: Iterable[Config]) -> dict[Config, float]:
-        """Trials without a race: config -> microseconds, fastest first.
+        """Trials without a race: config -> microseconds, fastest first. Where little may be tried, all of it is.
 
         Raises:
             MeasureError: every trial failed.
         """
+        if self.only is not None:
+            seeds, self._effort = self.only, replace(self._effort, trials=len(self.only))
         self._ledger.adopt()
         done = len(self._ledger.times())
         self._observer.on_start(self._problem, done, max(done, self._effort.trials))
