@@ -276,7 +276,8 @@ SOFTMAX_WORKING_REGISTERS = 48
 MAX_POLYNOMIAL_COLUMNS = 128
 # Coefficients of the polynomial, one for each half of a pair, and its temporaries, by degree.
 POLYNOMIAL_REGISTERS = {3: 16, 4: 28, 5: 32}
-# A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns.
+# A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns, beside
+# the polynomial the whole row where it is given registers for more than these.
 RELOADED_COLUMNS = 160
 # Of the correction warpgroup: a chunk of O, addresses of shared memory.
 MIN_CORRECTION_REGISTERS = 64
@@ -404,7 +405,9 @@ def _register_split(config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejecti
 def softmax_registers(config: FlashFwdSm100Config) -> int:
     """Registers that a softmax thread needs."""
     if config.reload_scores:
-        return min(config.tile_n, RELOADED_COLUMNS) + SOFTMAX_WORKING_REGISTERS
+        few = config.softmax_regs <= RELOADED_COLUMNS + SOFTMAX_WORKING_REGISTERS
+        held = RELOADED_COLUMNS if few or not config.exp2_poly_fraction else config.tile_n
+        return min(config.tile_n, held) + SOFTMAX_WORKING_REGISTERS
     polynomial = POLYNOMIAL_REGISTERS.get(config.exp2_poly_degree, 0) if config.exp2_poly_fraction else 0
     return config.tile_n + SOFTMAX_WORKING_REGISTERS + polynomial
 

@@ -211,6 +211,7 @@ def test_register_split_never_exceeds_what_the_launch_gave(knobs, other):
         ("h=2 s=64 d=64", {"correction_regs": 24}, "correction_regs"),
         ("h=2 s=64 d=64", {"softmax_regs": 208, "correction_regs": 80}, "registers"),
         ("h=2 s=64 d=64", {"softmax_regs": 160}, "registers"),
+        ("h=2 s=64 d=64", {**ONE_TILE, "tile_n": 192, "reload_scores": True, "softmax_regs": 232}, "registers"),
         ("h=2 s=64 d=256", {}, "tmem"),
         ("h=2 s=64 d=128", {"kv_stages": 4}, "smem"),
         ("h=2 s=64 d=64", {"pack_gqa": True}, "pack_gqa"),
