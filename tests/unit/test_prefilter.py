@@ -60,7 +60,7 @@ def test_only_the_better_predicted_are_measured(tmp_path: Path) -> None:
     assert len(predicted) == POOL * 8 and len(measured) == 8
     kept = predicted[: round(KEPT * len(predicted))]
     assert set(measured) - {DEFAULT} <= set(kept) and measured[0] == DEFAULT
-    assert measured[1] == next(config for config in predicted if config != DEFAULT), "the fastest first"
+    assert predicted[0] in measured[:3], "the fastest first, after the default and what the space starts from"
     assert result.provenance["prefilter"] == "a model" and result.config in measured
 
 
