@@ -136,7 +136,8 @@ def test_warps_that_wait_for_nothing_are_stuck() -> None:
 @pytest.mark.parametrize(
     ("opcode", "pipe", "cycles"),
     [("MUFU.EX2", Pipe.MUFU, 8), ("FFMA", Pipe.FMA, 1), ("IMAD.MOV.U32", Pipe.FMA, 2), ("FMNMX", Pipe.ALU, 2),
-     ("F2FP.BF16.F32.PACK_AB", Pipe.ALU, 2), ("UIADD3", Pipe.UNIFORM, 2), ("STSM.16.M88.4", Pipe.LSU, 4),
+     ("F2FP.BF16.F32.PACK_AB", Pipe.ALU, 2), ("UIADD3", Pipe.UNIFORM, 2), ("STSM.16.M88.4", Pipe.LSU, 16),
+     ("LDS.64", Pipe.LSU, 8), ("LDS", Pipe.LSU, 4),
      ("FFMA2", Pipe.FMA, 2), ("LDTM.x16", Pipe.TMEM, 16), ("STTM.16dp256bit.x4", Pipe.TMEM, 16)],
 )  # fmt: skip
 def test_operations(opcode: str, pipe: int, cycles: int) -> None:
