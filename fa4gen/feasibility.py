@@ -276,8 +276,8 @@ SOFTMAX_WORKING_REGISTERS = 48
 MAX_POLYNOMIAL_COLUMNS = 128
 # Coefficients of the polynomial, one for each half of a pair, and its temporaries, by degree.
 POLYNOMIAL_REGISTERS = {3: 16, 4: 28, 5: 32}
-# A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns, beside
-# the polynomial the whole row where it is given registers for more than these.
+# A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns, and
+# beside the polynomial the whole row where it is given registers for more than these.
 RELOADED_COLUMNS = 160
 # Of the correction warpgroup: a chunk of O, addresses of shared memory.
 MIN_CORRECTION_REGISTERS = 64
