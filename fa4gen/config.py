@@ -172,8 +172,8 @@ class FlashFwdSm100Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is.
 
         Nothing here was measured: two Q tiles while TMEM and shared memory hold them, a ring as deep as fits, and the
-        share of the polynomial that balances MUFU against FMA, less what the MMA hides (see :mod:`fa4gen.bound`). A pair
-        of CTAs where its 512 rows are there and see the same keys, and head dims make shared memory short.
+        share of the polynomial that balances MUFU against FMA, less what the MMA hides (see :mod:`fa4gen.bound`). A
+        pair of CTAs where its 512 rows are there and see the same keys, and head dims make shared memory short.
         """
         structure: dict[str, Any] = (
             {"scheduler": "single", "tile_order": "longest_first"}
@@ -268,8 +268,8 @@ class FlashBwdSm100Config:
         do_stages: the same of dO and Δ. Latency hiding against shared memory.
         dq_stages: stages of 32 columns of dQ on their way to global memory, at most; the most that divide its columns
             are used. Depth of the reductions in flight against shared memory.
-        dq_at_once: a reduce thread takes its whole row of dQ into registers, which frees its place in TMEM early; else a
-            stage's columns at a time.
+        dq_at_once: a reduce thread takes its whole row of dQ into registers, which frees its place in TMEM early; else
+            a stage's columns at a time.
         dq_own_columns: dQ has TMEM columns of its own; else it lies where dP does (a pair's: where half of Sᵀ does),
             and what comes there next waits until dQ was read.
         exp2_poly_fraction: share of the exponentials computed by a polynomial on the FMA units (packed f32x2), not by
@@ -315,7 +315,8 @@ class FlashBwdSm100Config:
         """The config a problem gets before anything was measured for it. Always feasible where any config is.
 
         Nothing here was measured. Beyond a head dim of 64 shared memory bounds one CTA and no longer a pair (see
-        :mod:`fa4gen.bound`), given keys for more than one CTA; under a causal mask a pair computes more of the diagonal.
+        :mod:`fa4gen.bound`), given keys for more than one CTA; under a causal mask a pair computes more of the
+        diagonal.
         """
         # In a fixed order the CTA that comes first to a block of queries should be the first to add to its dQ.
         order = "shortest_first" if problem.deterministic else "longest_first"

@@ -336,7 +336,7 @@ def timeline_view(lanes: Timeline, width: int) -> Group:
     a unit's mean share."""
     import numpy as np
 
-    names = [lane.name for lane in (*lanes.warps, *lanes.units)]
+    names = [*(lane.name for lane in lanes.warps), *(lane.name for lane in lanes.units)]
     columns = min(max(width - max(map(len, names)) - 3, 20), lanes.last - lanes.first)
     rows: list[tuple[str, Text]] = []
     for lane in lanes.warps:
@@ -350,7 +350,7 @@ def timeline_view(lanes: Timeline, width: int) -> Group:
     for unit in lanes.units:
         shares = (float(part.mean()) for part in np.array_split(unit.busy, columns))
         rows.append((unit.name, Text("".join(" ▁▂▃▄▅▆▇█"[round(8 * share)] for share in shares), "cyan")))
-    head = f"predicted: cycles {lanes.first:,} to {lanes.last:,} of a simulated CTA; {lanes.steps} steps take "
+    head = f"predicted: cycles {lanes.first:,} to {lanes.last:,} of a simulated CTA; {lanes.steps:g} steps take "
     head += f"{lanes.cycles:,}; a character is {(lanes.last - lanes.first) / columns:.0f} cycles"
     return Group(Text(head), facts(rows), Text(_LEGEND, "dim"))
 

@@ -277,7 +277,7 @@ MAX_POLYNOMIAL_COLUMNS = 128
 # Coefficients of the polynomial, one for each half of a pair, and its temporaries, by degree.
 POLYNOMIAL_REGISTERS = {3: 16, 4: 28, 5: 32}
 # A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns, and
-# beside the polynomial the whole row where it is given registers for more than these.
+# beside the polynomial the whole row where it is given registers for more.
 RELOADED_COLUMNS = 160
 # Of the correction warpgroup: a chunk of O, addresses of shared memory.
 MIN_CORRECTION_REGISTERS = 64
@@ -463,9 +463,7 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
         if getattr(config, name) not in choices:
             yield Rejection(name, f"{name} must be {' or '.join(choices)}, got {getattr(config, name)!r}")
     if config.query_order == "rotated" and problem.deterministic:
-        yield Rejection(
-            "query_order", "a deterministic backward adds to dQ in the order of keys: it needs ascending"
-        )
+        yield Rejection("query_order", "a deterministic backward adds to dQ in the order of keys: it needs ascending")
     by_columns = config.warpgroup_split == "columns"
     if config.tile_n != (64 if by_columns else 128):
         yield Rejection("tile_n", f"tile_n must be 128, or 64 if warpgroups split columns, got {config.tile_n}")

@@ -50,7 +50,7 @@ class Timeline:
     first: int
     last: int
     cycles: int
-    steps: int
+    steps: float
     warps: tuple[WarpLane, ...]
     units: tuple[UnitLane, ...]
 
@@ -170,7 +170,8 @@ def draw(lanes: Timeline, title: str, path: Path) -> None:
     colours = ListedColormap([_COLOURS[state] for state in State])
     norm = BoundaryNorm(range(len(State) + 1), len(State))
     span = (lanes.first, lanes.last)
-    for axis, lane in zip(axes, [*lanes.warps, *lanes.units], strict=True):
+    everything: list[WarpLane | UnitLane] = [*lanes.warps, *lanes.units]
+    for axis, lane in zip(axes, everything, strict=True):
         if isinstance(lane, WarpLane):
             axis.imshow(
                 lane.states[None], aspect="auto", cmap=colours, norm=norm, extent=(*span, 0, 1), interpolation="nearest"
