@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from fa4gen import console
 from fa4gen.accuracy import AccuracyReport
-from fa4gen.arch import get_device
+from fa4gen.arch import DEVICES, get_device
 from fa4gen.bench import BenchResult, Entry
 from fa4gen.bound import bound
 from fa4gen.cli import OpName, _as_op, app
@@ -246,14 +246,15 @@ def test_help_starts_fast() -> None:
     assert min(times) < 0.6
 
 
-def test_export(table: Path, tmp_path: Path) -> None:
+def test_export(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tuned").mkdir()
     table.rename(tmp_path / "tuned" / f"{H200.key}.json")
     assert f"rows of {H200.key}" in run("export", "--table", tmp_path / "x.json", "--device", "h200").stdout
     assert make_row().problem in [row.problem for row in TunedTable.load(tmp_path / "x.json").rows]
     run("export", PROBLEM, "--source", tmp_path / "kernel.py", "--device", "h200")
     assert "TILE_N = 96" in (tmp_path / "kernel.py").read_text()
-    fails(2, "no row to export", "export", "--aot", tmp_path / "aot", "--device", "b200")
+    monkeypatch.setitem(DEVICES, "NVIDIA Untuned", replace(get_device("b200"), name="NVIDIA Untuned", sm_count=7))
+    fails(2, "no row to export", "export", "--aot", tmp_path / "aot", "--device", "untuned")
     for arguments in ((), (PROBLEM,), ("--source", tmp_path), (PROBLEM, "--source", tmp_path, "--table", table)):
         fails(2, "say what to export", "export", *arguments)
 
