@@ -279,6 +279,8 @@ POLYNOMIAL_REGISTERS = {3: 16, 4: 28, 5: 32}
 # A row that is read a chunk at a time: ptxas starts so many loads at once that they hold up to this many columns, and
 # beside the polynomial the whole row where it is given registers for more.
 RELOADED_COLUMNS = 160
+# Of the warps that load, issue MMAs and store, with head dims above 128: more MMAs, boxes and addresses.
+MIN_OTHER_REGISTERS_WIDE = 48
 # Of the correction warpgroup: a chunk of O, addresses of shared memory.
 MIN_CORRECTION_REGISTERS = 64
 
@@ -358,7 +360,7 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
         yield Rejection("p_store_split", f"p_store_split must be above 0, at most 1, got {config.p_store_split}")
     yield from _exp2_start(config)
     yield from _common_knobs(config, problem)
-    yield from _register_split(config, arch)
+    yield from _register_split(problem, config, arch)
     columns = tmem_columns(problem.static, config)
     if columns > arch.tmem_columns:
         yield Rejection(
@@ -370,7 +372,7 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
     yield from _pack_gqa(problem, config, 128)
 
 
-def _register_split(config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejection]:
+def _register_split(problem: AttentionProblem, config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejection]:
     launch = launch_registers(128 * (config.q_stages + 2), arch)
     # setmaxnreg.inc may not ask for less than a thread has.
     for name, least in (("softmax_regs", launch), ("correction_regs", MIN_CORRECTION_REGISTERS)):
@@ -380,11 +382,12 @@ def _register_split(config: FlashFwdSm100Config, arch: Arch) -> Iterator[Rejecti
                 name, f"{name} must be a multiple of 8 from {least} to {MAX_SETMAXNREG}, got {value}", {name: value}
             )
     left = other_registers(config, arch)
-    if left < MIN_SETMAXNREG:
+    least = MIN_SETMAXNREG if max(problem.head_dim, problem.head_dim_v) <= 128 else MIN_OTHER_REGISTERS_WIDE
+    if left < least:
         yield Rejection(
             "registers",
-            f"softmax and correction leave {left} registers a thread to the other warps, which need {MIN_SETMAXNREG}",
-            {"needed": MIN_SETMAXNREG, "available": left},
+            f"softmax and correction leave {left} registers a thread to the other warps, which need {least}",
+            {"needed": least, "available": left},
         )
     needed = softmax_registers(config)
     if needed > config.softmax_regs:
