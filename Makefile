@@ -32,11 +32,11 @@ demo: setup
 	$(BIN)/fa4gen verify '$(DEMO)' --emulate --device h200 --table $(DEMO_DIR)/tuned.json
 
 test: setup
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # An extra: all sampled variants of every family in the emulator; `make test` runs a few of each.
 verify-all: setup
-	$(BIN)/python -m pytest -n auto --whole-sample tests/emulated/test_sampled.py tests/emulated/test_hardware.py
+	$(BIN)/python -m pytest -n auto --dist worksteal --whole-sample tests/emulated/test_sampled.py tests/emulated/test_hardware.py
 
 # An extra, some 25 minutes over the number of cores: 500 sampled variants of flash_fwd_sm100 compile as they promise.
 compile-all: setup
