@@ -23,8 +23,8 @@ __all__ = ["RECORDED", "Record", "difference", "inputs_digest", "load", "lse_lim
 
 RECORDED = Path(__file__).parents[1] / "data" / "hardware_h200.npz"
 ROW_BYTES = 16384  # of O a case: all together stay under a megabyte
-# Runs an artifact on Q, K, V with a number of SMs: O and, if the problem asks for it, LSE, on the CPU.
-Run = Callable[[Artifact, AttentionProblem, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor | None]]
+# Runs a case's artifact on Q, K, V with a number of SMs: O and, if the problem asks for it, LSE, on the CPU.
+Run = Callable[[Artifact, Case, tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def take_rows(case: Case, o: torch.Tensor, lse: torch.Tensor | None) -> tuple[np
 def record(case: Case, artifact: Artifact, run: Run) -> Record:
     """Runs a case."""
     inputs = make_inputs(case.problem, case.kind, case.seed)
-    return Record(case, inputs_digest(inputs), *take_rows(case, *run(artifact, case.problem, inputs)))
+    return Record(case, inputs_digest(inputs), *take_rows(case, *run(artifact, case, inputs)))
 
 
 def save(path: Path, records: list[Record], about: dict[str, Any]) -> None:

@@ -13,24 +13,22 @@ import typer
 from hardware import RECORDED, record, save
 from rich.console import Console
 from rich.progress import track
-from sampling import NUM_SMS, sample
+from sampling import NUM_SMS, Case, sample
 
-from fa4gen.accuracy import default_scale, poisoned_outputs
 from fa4gen.artifact_cache import Artifact, ArtifactCache
+from fa4gen.case import Case as LaunchCase
 from fa4gen.compile import CompilePool, load_kernel
 from fa4gen.measure.cuda import driver_version
-from fa4gen.problem import AttentionProblem
 
 
 def run_on_gpu(
-    artifact: Artifact, problem: AttentionProblem, inputs: tuple[torch.Tensor, ...]
+    artifact: Artifact, case: Case, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """O and LSE, on the CPU."""
-    o, lse = poisoned_outputs(problem, "cuda")
-    outputs = [o] if lse is None else [o, lse]
-    load_kernel(artifact)(*(t.cuda() for t in inputs), *outputs, default_scale(problem), NUM_SMS)
-    torch.cuda.synchronize()
-    return o.cpu(), None if lse is None else lse.cpu()
+    launch = LaunchCase.of(case.problem, [t.cuda() for t in inputs])
+    load_kernel(artifact)(*launch.arguments(case.variant.config, NUM_SMS))
+    o, *lse = (output.cpu() for output in launch.outputs.values())
+    return o, lse[0] if lse else None
 
 
 def main(

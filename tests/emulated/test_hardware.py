@@ -22,8 +22,8 @@ def recorded() -> list[Record]:
     return load(RECORDED)
 
 
-def emulate(artifact, problem, inputs, schedule="eager"):
-    outputs = emulator.run(artifact, problem, inputs, num_sms=NUM_SMS, schedule=schedule).outputs
+def emulate(artifact, case, inputs):
+    outputs = emulator.run(artifact, case.problem, inputs, config=case.variant.config, num_sms=NUM_SMS).outputs
     return outputs["o"], outputs.get("lse")
 
 
