@@ -83,7 +83,7 @@ SUBJECTS = {
     "sm_90 cluster": Subject(
         "sm_90a",
         FlashFwdSm90Config(cluster_m=2, persistent=True),
-        ("h=2 s=512 d=128 lse", "h=4 sq=512 sk=90 d=128 lse", "h=4 sq=256 sk=200 d=128 lse"),
+        ("h=2 sq=300 sk=512 d=128 lse", "h=4 sq=512 sk=90 d=128 lse", "h=4 sq=256 sk=200 d=128 lse"),
         4,
     ),
     "sm_90 packed": Subject(
