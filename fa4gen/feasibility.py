@@ -128,14 +128,25 @@ def _smem_sm90(static: StaticProblem, config: FlashFwdSm90Config) -> Iterator[in
 # --- flash_fwd_sm90 ---------------------------------------------------------------------------------------------------
 
 
-def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
+def _one_of(config: Config, name: str, *choices: Any) -> Iterator[Rejection]:
+    value = getattr(config, name)
+    if value not in choices:
+        *most, last = map(str, choices)
+        yield Rejection(name, f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+
+
+def _each_head_dim(problem: AttentionProblem) -> Iterator[Rejection]:
     for name in ("head_dim", "head_dim_v"):
         value = getattr(problem, name)
         if value % 8 or not 8 <= value <= 256:
             yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
+
+
+def _flash_fwd_sm90(problem: AttentionProblem, config: FlashFwdSm90Config, arch: Arch) -> Iterator[Rejection]:
+    yield from _each_head_dim(problem)
     yield from _knob_ranges(config, problem)
     yield from _registers(config, problem, arch)
-    yield from _shared_memory(problem, config, arch)
+    yield from _shared_memory(problem, config, arch, f"the tiles and a {config.kv_stages}-stage K/V ring")
     yield from _pack_gqa(problem, config, 64)
     if config.tile_order == "paired" and not config.persistent:
         yield Rejection("tile_order", "pairs of tiles are a persistent CTA's: tile_order paired needs persistent")
@@ -165,16 +176,12 @@ def _knob_ranges(config: FlashFwdSm90Config, problem: AttentionProblem) -> Itera
         yield Rejection("tile_n", f"tile_n must be a multiple of 16 from 16 to 256, got {config.tile_n}")
     if not 1 <= config.kv_stages <= 8:
         yield Rejection("kv_stages", f"kv_stages must be 1 to 8, got {config.kv_stages}")
-    if config.schedule not in ("cooperative", "pingpong"):
-        yield Rejection("schedule", f"schedule must be cooperative or pingpong, got {config.schedule!r}")
+    yield from _one_of(config, "schedule", "cooperative", "pingpong")
     if config.schedule == "pingpong" and config.tile_m < 128:
         yield Rejection("schedule", f"pingpong needs two warpgroups, so tile_m >= 128, got {config.tile_m}")
-    if config.cluster_m not in (1, 2, 4):
-        yield Rejection("cluster_m", f"cluster_m must be 1, 2 or 4, got {config.cluster_m}")
-    if config.ctas_per_sm not in (1, 2):
-        yield Rejection("ctas_per_sm", f"ctas_per_sm must be 1 or 2, got {config.ctas_per_sm}")
-    if config.epilogue not in ("tma", "tma_over_q"):
-        yield Rejection("epilogue", f"epilogue must be tma or tma_over_q, got {config.epilogue!r}")
+    yield from _one_of(config, "cluster_m", 1, 2, 4)
+    yield from _one_of(config, "ctas_per_sm", 1, 2)
+    yield from _one_of(config, "epilogue", "tma", "tma_over_q")
     yield from _common_knobs(config, problem)
 
 
@@ -196,8 +203,7 @@ def _common_knobs(config: ForwardConfig, problem: AttentionProblem) -> Iterator[
 def _exp2_knobs(config: Config) -> Iterator[Rejection]:
     if not 0.0 <= config.exp2_poly_fraction <= 1.0:
         yield Rejection("exp2_poly_fraction", f"exp2_poly_fraction must be 0 to 1, got {config.exp2_poly_fraction}")
-    if config.exp2_poly_degree not in (3, 4, 5):
-        yield Rejection("exp2_poly_degree", f"exp2_poly_degree must be 3, 4 or 5, got {config.exp2_poly_degree}")
+    yield from _one_of(config, "exp2_poly_degree", 3, 4, 5)
 
 
 def _exp2_start(config: FlashFwdSm100Config | FlashBwdSm100Config) -> Iterator[Rejection]:
@@ -216,13 +222,12 @@ def _producer_registers(config: FlashFwdSm90Config | FlashBwdSm90Config) -> Iter
         )
 
 
-def _shared_memory(problem: AttentionProblem, config: ForwardConfig, arch: Arch) -> Iterator[Rejection]:
+def _shared_memory(problem: AttentionProblem, config: Config, arch: Arch, what: str) -> Iterator[Rejection]:
     needed = smem_bytes(problem.static, config)
     if needed > arch.smem_per_cta:
         yield Rejection(
             "smem",
-            f"the tiles and a {config.kv_stages}-stage K/V ring need {needed} B of shared memory, "
-            f"{arch.name} has {arch.smem_per_cta}",
+            f"{what} need {needed} B of shared memory, {arch.name} has {arch.smem_per_cta}",
             {"needed": needed, "available": arch.smem_per_cta},
         )
 
@@ -368,7 +373,7 @@ def _flash_fwd_sm100(problem: AttentionProblem, config: FlashFwdSm100Config, arc
             f"S and O of {config.q_stages} Q tiles need {columns} TMEM columns, {arch.name} has {arch.tmem_columns}",
             {"needed": columns, "available": arch.tmem_columns},
         )
-    yield from _shared_memory(problem, config, arch)
+    yield from _shared_memory(problem, config, arch, f"the tiles and a {config.kv_stages}-stage K/V ring")
     yield from _pack_gqa(problem, config, 128)
 
 
@@ -453,18 +458,11 @@ def backward_registers(static: StaticProblem, config: FlashBwdSm90Config) -> int
 
 
 def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch: Arch) -> Iterator[Rejection]:
-    for name in ("head_dim", "head_dim_v"):
-        value = getattr(problem, name)
-        if value % 8 or not 8 <= value <= 256:
-            yield Rejection(name, f"{name} must be a multiple of 8 from 8 to 256, got {value}", {name: value})
-    for name, choices in (
-        ("warpgroup_split", ("keys", "columns")),
-        ("dq_store", ("bulk", "registers")),
-        ("step_order", ("s_ahead", "drained")),
-        ("query_order", ("ascending", "rotated")),
-    ):
-        if getattr(config, name) not in choices:
-            yield Rejection(name, f"{name} must be {' or '.join(choices)}, got {getattr(config, name)!r}")
+    yield from _each_head_dim(problem)
+    yield from _one_of(config, "warpgroup_split", "keys", "columns")
+    yield from _one_of(config, "dq_store", "bulk", "registers")
+    yield from _one_of(config, "step_order", "s_ahead", "drained")
+    yield from _one_of(config, "query_order", "ascending", "rotated")
     if config.query_order == "rotated" and problem.deterministic:
         yield Rejection("query_order", "a deterministic backward adds to dQ in the order of keys: it needs ascending")
     by_columns = config.warpgroup_split == "columns"
@@ -484,8 +482,7 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
         value = getattr(config, name)
         if not least <= value <= 4:
             yield Rejection(name, f"{name} must be {least} to 4, got {value}")
-    if config.tile_order not in ("linear", "longest_first"):
-        yield Rejection("tile_order", f"tile_order must be linear or longest_first, got {config.tile_order!r}")
+    yield from _one_of(config, "tile_order", "linear", "longest_first")
     yield from _exp2_knobs(config)
     yield from _producer_registers(config)
     needed, available = backward_registers(problem.static, config), mma_registers(config, arch)
@@ -496,14 +493,7 @@ def _flash_bwd_sm90(problem: AttentionProblem, config: FlashBwdSm90Config, arch:
             f"an MMA warpgroup has {available}",
             {"needed": needed, "available": available},
         )
-    used = smem_bytes(problem.static, config)
-    if used > arch.smem_per_cta:
-        yield Rejection(
-            "smem",
-            f"K, V, the rings of Q, dO and dS, and dQ need {used} B of shared memory, {arch.name} has "
-            f"{arch.smem_per_cta}",
-            {"needed": used, "available": arch.smem_per_cta},
-        )
+    yield from _shared_memory(problem, config, arch, "K, V, the rings of Q, dO and dS, and dQ")
 
 
 # --- flash_bwd_sm100 --------------------------------------------------------------------------------------------------
@@ -575,10 +565,7 @@ def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arc
         value = getattr(config, name)
         if not least <= value <= most:
             yield Rejection(name, f"{name} must be {least} to {most}, got {value}")
-    if config.tile_order not in ("linear", "longest_first", "shortest_first"):
-        yield Rejection(
-            "tile_order", f"tile_order must be linear, longest_first or shortest_first, got {config.tile_order!r}"
-        )
+    yield from _one_of(config, "tile_order", "linear", "longest_first", "shortest_first")
     yield from _exp2_knobs(config)
     yield from _exp2_start(config)
     columns = bwd_tmem_columns(problem.static, config)
@@ -588,14 +575,7 @@ def _flash_bwd_sm100(problem: AttentionProblem, config: FlashBwdSm100Config, arc
             f"Sᵀ, dPᵀ, dV, dK and dQ need {columns} TMEM columns, {arch.name} has {arch.tmem_columns}",
             {"needed": columns, "available": arch.tmem_columns},
         )
-    used = smem_bytes(problem.static, config)
-    if used > arch.smem_per_cta:
-        yield Rejection(
-            "smem",
-            f"K, V, the rings of Q and dO, dS and dQ need {used} B of shared memory, {arch.name} has "
-            f"{arch.smem_per_cta}",
-            {"needed": used, "available": arch.smem_per_cta},
-        )
+    yield from _shared_memory(problem, config, arch, "K, V, the rings of Q and dO, dS and dQ")
     yield from _bwd_register_split(problem, config, arch)
 
 

@@ -92,6 +92,11 @@ def diff(old: Variant, new: Variant) -> str:
     return "".join(f"{line}\n" for line in difflib.unified_diff(before, after, old.name, new.name, lineterm=""))
 
 
+def _tmem_allocation(columns: int) -> int:
+    """TMEM is allocated in powers of two from 32."""
+    return max(32, 1 << (columns - 1).bit_length())
+
+
 def _flash_fwd_sm90(static: StaticProblem, config: FlashFwdSm90Config, arch: Arch) -> dict[str, Any]:
     return {"mma_regs": mma_registers(config, arch)}
 
@@ -109,8 +114,7 @@ def _flash_fwd_sm100(static: StaticProblem, config: FlashFwdSm100Config, arch: A
     return {
         "kv_stage_elements": kv_stage_bytes(static, config) // DTYPE_BYTES[static.dtype],
         "p_split": p_split(config),
-        # TMEM is allocated in powers of two.
-        "tmem_columns": max(32, 1 << (tmem_columns(static, config) - 1).bit_length()),
+        "tmem_columns": _tmem_allocation(tmem_columns(static, config)),
         "other_regs": other_registers(config, arch),
         "correction_setmaxnreg": "increase" if config.correction_regs > at_launch else "decrease",
     }
@@ -123,7 +127,7 @@ def _flash_bwd_sm100(static: StaticProblem, config: FlashBwdSm100Config, arch: A
         "dv_padded": padded_v(static.head_dim_v, config),
         "dq_chunk": dq_chunk(static, config),
         "dq_stages_used": dq_stages_used(static, config),
-        "tmem_columns": max(32, 1 << (bwd_tmem_columns(static, config) - 1).bit_length()),
+        "tmem_columns": _tmem_allocation(bwd_tmem_columns(static, config)),
         "other_regs": bwd_other_registers(config, arch),
         "compute_setmaxnreg": "increase" if config.compute_regs > at_launch else "decrease",
         "reduce_setmaxnreg": "increase" if config.reduce_regs > at_launch else "decrease",
