@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from fa4gen.accuracy import AccuracyReport
     from fa4gen.artifact_cache import Artifact
+    from fa4gen.case import Case
 
-__all__ = ["SCHEDULES", "Verification", "reduced", "run", "verify"]
+__all__ = ["SCHEDULES", "Verification", "launch_arguments", "reduced", "run", "verify"]
 
 # Few enough that a persistent kernel walks several tiles a CTA even on a small problem.
 VERIFY_SMS = 4
@@ -69,13 +70,18 @@ def run(
     case = Case.make(problem) if inputs is None else Case.of(problem, inputs)
     if num_sms is None:
         num_sms = min(d.sm_count for d in DEVICES.values() if d.arch.name == artifact.arch)
+    arguments = launch_arguments(case, config, num_sms)
+    return execute(compiled, arguments, schedule=schedule, seed=seed, check_races=check_races, progress=progress)
+
+
+def launch_arguments(case: Case, config: Config | None, num_sms: int) -> list[Any]:
+    """:meth:`fa4gen.case.Case.arguments` for the emulator, which is told what may be written and what is scratch."""
     arguments: list[Any] = [Tensor(tensor, name=name) for name, tensor in case.inputs.items()]
     arguments += [Tensor(tensor, True, name) for name, tensor in case.outputs.items()]
     workspace = case.workspace(config)
     if workspace is not None:
         arguments.append(Tensor(workspace, name="workspace", scratch=True))
-    arguments += [case.scale, num_sms]
-    return execute(compiled, arguments, schedule=schedule, seed=seed, check_races=check_races, progress=progress)
+    return [*arguments, case.scale, num_sms]
 
 
 def verify(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa4gen.config import Config
-from fa4gen.emulator import Tensor, execute
+from fa4gen.emulator import execute
 from fa4gen.emulator.cluster_launch import RESPONSE_BYTES
 from fa4gen.emulator.executor import load
 from fa4gen.emulator.fiber import Fiber, at
@@ -21,6 +21,7 @@ from fa4gen.emulator.program import Block
 from fa4gen.emulator.scheduler import Machine
 from fa4gen.emulator.state import SLOT_BITS
 from fa4gen.emulator.tcgen05 import InstructionDescriptor
+from fa4gen.emulator.verify import launch_arguments
 from fa4gen.problem import AttentionProblem
 
 __all__ = ["Token", "Trace", "trace"]
@@ -253,13 +254,7 @@ def trace(artifact: Any, problem: AttentionProblem, num_sms: int, config: Config
     from fa4gen.case import Case
 
     watcher: type[_Watcher] = type("Watcher", (_Watcher,), {})
-    case = Case.make(problem)
-    arguments: list[Any] = [Tensor(tensor, name=name) for name, tensor in case.inputs.items()]
-    arguments += [Tensor(tensor, True, name) for name, tensor in case.outputs.items()]
-    workspace = None if config is None else case.workspace(config)
-    if workspace is not None:
-        arguments.append(Tensor(workspace, name="workspace", scratch=True))
-    arguments += [case.scale, num_sms]
+    arguments = launch_arguments(Case.make(problem), config, num_sms)
     compiled = load(artifact.object_path, artifact.ptx_path, artifact.variant_name)
     with np.errstate(all="ignore"):
         execute(compiled, arguments, machine_type=watcher, resident=num_sms)
