@@ -25,7 +25,7 @@ from fa4gen.workspace import workspace_elements
 if TYPE_CHECKING:
     from fa4gen.dispatch import Kernel, Miss
 
-__all__ = ["Attention", "backward_of_operator", "launch_gradients", "launch_once", "save_for_operator"]
+__all__ = ["Attention", "backward_of_operator", "launch_gradients", "launch_once", "problem_of", "save_for_operator"]
 
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALIGN_BYTES = 16  # of a TMA descriptor: addresses and strides
@@ -71,7 +71,9 @@ def launch_gradients(
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = _make_plan(_problem(q, k, v, causal, deterministic), q.get_device())
+        plan = _plans[key] = _make_plan(
+            problem_of(q, k, v, causal, op="bwd", deterministic=deterministic), q.get_device()
+        )
     if plan.miss is not None:
         plan.miss.calls += 1
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -84,12 +86,13 @@ def launch_gradients(
 def launch_once(kernel: Kernel, variant: Variant, inputs: tuple[Tensor, ...], num_sms: int) -> None:
     """Launches the backward ``kernel`` on ``inputs`` (Q, K, V, O, dO, LSE) for its side effects."""
     q, k, v = inputs[:3]
-    problem = _problem(q, k, v, variant.static.causal, variant.static.deterministic)
+    problem = problem_of(q, k, v, variant.static.causal, op="bwd", deterministic=variant.static.deterministic)
     workspace = torch.empty(workspace_elements(problem, variant.config), dtype=torch.float32, device=q.device)
     kernel(*inputs, *map(torch.empty_like, (q, k, v)), workspace, 1.0, num_sms)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool) -> AttentionProblem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, **flags: Any) -> AttentionProblem:
+    """The problem of these tensors, which keep the rules of :func:`fa4gen.attention`. ``flags``: its other fields."""
     return AttentionProblem(
         batch=q.shape[0],
         heads=q.shape[2],
@@ -100,8 +103,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool)
         head_dim_v=v.shape[3],
         dtype=DTYPES[q.dtype],
         causal=causal,
-        op="bwd",
-        deterministic=deterministic,
+        **flags,
     )
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fa4gen import autograd, dispatch
+from fa4gen.accuracy import TORCH_DTYPES
+from fa4gen.autograd import ALIGN_BYTES, DTYPES
 from fa4gen.errors import UnsupportedProblem, UsageError
 from fa4gen.problem import AttentionProblem
 from fa4gen.variant import Variant
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "warmup"]
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 MAX_HEAD_DIM = 256
-ALIGN_BYTES = 16  # of a TMA descriptor: addresses and strides
 ALIGN = ALIGN_BYTES // 2  # the same in elements of a 16-bit dtype
 
 DEVICE_TYPE = "cuda"  # tests replace it, to run everything but the kernel on CPU tensors
@@ -308,18 +307,7 @@ def _validate(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_ls
     """
     for fault in _faults(q, k, v, causal, softmax_scale, return_lse):
         raise UnsupportedProblem(fault)
-    return AttentionProblem(
-        batch=q.shape[0],
-        heads=q.shape[2],
-        heads_kv=k.shape[2],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=DTYPES[q.dtype],
-        causal=causal,
-        return_lse=return_lse,
-    )
+    return autograd.problem_of(q, k, v, causal, return_lse=return_lse)
 
 
 def _faults(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, return_lse: Any) -> Iterator[str]:
